@@ -1,0 +1,30 @@
+// Token shards in llm.c's format, memory-mapped: a header of 256 little-endian int32, then the tokens.
+// {20240520, 1, n}: n uint16 tokens. {20240801, 7, n}: n uint32 tokens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct TokenFile {
+    std::string path;
+    size_t tokens = 0;
+    int bytes_per_token = 2;
+    const char* body = nullptr;  // the first token
+    void* mapping = nullptr;
+    size_t mapping_bytes = 0;
+
+    uint32_t token(size_t i) const;
+};
+
+// Opens every file that matches a glob pattern, in sorted order; `flag` names the option in messages.
+// Fails on no match, a folder, a wrong magic, version or size.
+std::vector<TokenFile> token_files_open(const std::string& pattern, const std::string& flag);
+void token_files_close(std::vector<TokenFile>& files);
+
+// Writes one shard, synced; width 2 or 4 bytes. Fails on an id that does not fit or over 2^31-1 tokens.
+void token_file_write(const std::string& path, const std::vector<uint32_t>& tokens, int bytes_per_token);
+
+// Fails, naming file, position and id, if a token of [first, first + count) is not below vocab_size.
+void token_file_check(const TokenFile& file, size_t first, size_t count, size_t vocab_size);

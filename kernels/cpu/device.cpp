@@ -1,0 +1,105 @@
+// Memory and streams on the CPU; see kernels/device.h. Every op has finished when it returns.
+#include "kernels/device.h"
+
+#include <omp.h>
+#include <sched.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "kernels/cpu/stream.h"
+#include "kernels/error.h"
+
+namespace {
+
+// Large blocks start on a 2 MiB page border, so that the kernel can use huge pages.
+constexpr size_t huge_page = size_t{2} << 20;
+
+void* allocate(size_t bytes) {
+    if (bytes == 0) return nullptr;
+    const size_t alignment = bytes >= huge_page ? huge_page : 256;
+    void* memory = nullptr;
+    if (bytes > SIZE_MAX - huge_page || posix_memalign(&memory, alignment, bytes) != 0) {
+        fail("out of memory: %.1f MiB asked for; try a smaller --batch-size or model", bytes / 1048576.0);
+    }
+    return memory;
+}
+
+void grow(Scratch& scratch, size_t bytes) {
+    if (bytes <= scratch.bytes) return;
+    free(scratch.memory);
+    scratch = {};
+    scratch.memory = allocate(bytes);
+    scratch.bytes = bytes;
+}
+
+// The cores this process may run on, so that a container's or taskset's limit is kept.
+int available_cores() {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+    return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+Stream* stream_create(const DeviceConfig& config) {
+    if (config.threads < 0 || config.threads > 4096) fail("--threads %d: must be 0 (all cores) to 4096", config.threads);
+    // OMP_NUM_THREADS is OpenMP's own way to say it; without it, every core.
+    const int threads = config.threads > 0            ? config.threads
+                        : getenv("OMP_NUM_THREADS") != nullptr ? omp_get_max_threads()
+                                                      : available_cores();
+    return new Stream{threads, {}, std::vector<Scratch>(static_cast<size_t>(threads))};
+}
+
+void stream_destroy(Stream* stream) {
+    if (stream == nullptr) return;
+    free(stream->shared.memory);
+    for (Scratch& scratch : stream->per_thread) free(scratch.memory);
+    delete stream;
+}
+
+void stream_synchronize(Stream*) {}
+
+std::string device_name(const Stream* stream) {
+#if defined(__AVX2__) && defined(__FMA__)
+    const char* vectors = "AVX2";
+#else
+    const char* vectors = "portable vectors";
+#endif
+    char text[64];
+    snprintf(text, sizeof(text), "CPU, %d thread%s, %s", stream->threads, stream->threads == 1 ? "" : "s", vectors);
+    return text;
+}
+
+int device_threads(const Stream* stream) { return stream->threads; }
+
+size_t stream_scratch_bytes(const Stream* stream) {
+    size_t total = stream->shared.bytes;
+    for (const Scratch& scratch : stream->per_thread) total += scratch.bytes;
+    return total;
+}
+
+void* device_malloc(size_t bytes, Stream*) { return allocate(bytes); }
+void device_free(void* memory, Stream*) { free(memory); }
+void device_memset_zero(void* memory, size_t bytes, Stream*) {
+    if (bytes != 0) memset(memory, 0, bytes);
+}
+void copy_to_device(void* device, const void* host, size_t bytes, Stream*) {
+    if (bytes != 0) memcpy(device, host, bytes);
+}
+void copy_to_host(void* host, const void* device, size_t bytes, Stream*) {
+    if (bytes != 0) memcpy(host, device, bytes);
+}
+
+void* shared_scratch(Stream* stream, size_t bytes) {
+    grow(stream->shared, bytes);
+    return stream->shared.memory;
+}
+
+void* thread_scratch(Stream* stream, int thread, size_t bytes) {
+    Scratch& scratch = stream->per_thread[static_cast<size_t>(thread)];
+    grow(scratch, bytes);
+    return scratch.memory;
+}

@@ -1,0 +1,43 @@
+// Memory and execution order, the same for every backend.
+//
+// A Stream is a queue of work: ops given the same stream run one after the other. On the CPU a stream is a
+// set of threads with their scratch memory, and every op has finished when its call returns; on a GPU it is
+// a CUDA stream. Each op of kernels.h takes the stream it runs on as its last argument.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+struct Stream;  // defined by the backend
+
+struct DeviceConfig {
+    int index = 0;    // which GPU; ignored on the CPU
+    int threads = 0;  // CPU threads of this stream; 0 = every core this process may use
+};
+
+// Opens a stream on the device. Fails if there is no such device or thread count.
+Stream* stream_create(const DeviceConfig& config);
+void stream_destroy(Stream* stream);
+
+// Waits until everything queued on the stream has finished.
+void stream_synchronize(Stream* stream);
+
+// One line for people: "CPU, 2 threads, AVX2" or the GPU's name.
+std::string device_name(const Stream* stream);
+
+// CPU threads of the stream; 1 on a GPU.
+int device_threads(const Stream* stream);
+
+// Scratch that ops on this stream have taken for themselves so far, in bytes.
+size_t stream_scratch_bytes(const Stream* stream);
+
+// Memory of the device, aligned to 256 bytes at least; contents are unspecified. Fails with the size
+// asked for if it is not there. A size of 0 gives a null pointer.
+void* device_malloc(size_t bytes, Stream* stream);
+void device_free(void* memory, Stream* stream);
+
+// Ordered with the stream's ops. Host memory may be reused when the call returns.
+void device_memset_zero(void* memory, size_t bytes, Stream* stream);
+void copy_to_device(void* device, const void* host, size_t bytes, Stream* stream);
+// Returns when the data has arrived.
+void copy_to_host(void* host, const void* device, size_t bytes, Stream* stream);

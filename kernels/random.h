@@ -1,0 +1,46 @@
+// Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
+// as 1, 2, 3", SC 2011). A number is a pure function of (seed, stream, index): there is no state to save,
+// and the same number comes out on every rank, thread and restart.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+// The streams that draw numbers; each has its own sequence for the same seed.
+enum class RandomStream : uint32_t { initialization = 1, shuffle = 2, sampling = 3 };
+
+// Ten rounds of Philox on a 128-bit counter with a 64-bit key.
+inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+    for (int round = 0; round < 10; round++) {
+        const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];
+        const uint64_t product1 = uint64_t{0xCD9E8D57} * counter[2];
+        counter = {static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
+                   static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
+        key[0] += 0x9E3779B9;
+        key[1] += 0xBB67AE85;
+    }
+    return counter;
+}
+
+// 128 random bits for (seed, stream, substream, index); substream is a tensor's number, an epoch, ...
+inline std::array<uint32_t, 4> random_bits(uint64_t seed, RandomStream stream, uint32_t substream, uint64_t index) {
+    return philox({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), substream,
+                   static_cast<uint32_t>(stream)},
+                  {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+}
+
+// Uniform in (0, 1), 53 bits.
+inline double random_uniform(uint64_t seed, RandomStream stream, uint32_t substream, uint64_t index) {
+    const auto bits = random_bits(seed, stream, substream, index);
+    const uint64_t mantissa = (uint64_t{bits[0]} << 32 | bits[1]) >> 11;
+    return (static_cast<double>(mantissa) + 0.5) * 0x1p-53;
+}
+
+// Standard normal, by the cosine half of Box and Muller (1958).
+inline double random_normal(uint64_t seed, RandomStream stream, uint32_t substream, uint64_t index) {
+    const auto bits = random_bits(seed, stream, substream, index);
+    const double u1 = (bits[0] + 0.5) * 0x1p-32;
+    const double u2 = (bits[1] + 0.5) * 0x1p-32;
+    return std::sqrt(-2.0 * std::log(u1)) * std::cos(2.0 * M_PI * u2);
+}

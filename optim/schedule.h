@@ -1,0 +1,21 @@
+// Learning-rate schedules.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+enum class Schedule { cosine, linear, constant, wsd };
+
+struct ScheduleConfig {
+    Schedule kind = Schedule::cosine;
+    double lr = 6e-4;            // the peak
+    size_t warmup = 700;         // optimizer steps of linear rise: lr * (step + 1) / warmup
+    size_t steps = 0;            // optimizer steps of the whole run
+    double final_lr_frac = 0.0;  // the schedule ends at lr * final_lr_frac
+};
+
+// The learning rate of optimizer step `step` = 0, 1, ...; always in [0, lr], and held at the final value
+// past the end. After the warm-up, with x = (step - warmup) / (steps - warmup): cosine falls by
+// (1 + cos(pi x)) / 2 (llm.c), linear by 1 - x, constant stays; wsd stays until x = 0.8, then falls by
+// 1 - sqrt((x - 0.8) / 0.2) (Haegele et al. 2024, arXiv:2405.18392).
+double learning_rate(const ScheduleConfig& config, size_t step);
