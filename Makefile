@@ -21,6 +21,12 @@ OBJECTS := $(LIBRARY:%.cpp=$(BUILD)/%.o)
 TESTS := test_kernels test_optim test_data test_checkpoint test_cli test_gpt
 GTEST := -lgtest -lgtest_main -lpthread
 
+# The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.
+$(shell mkdir -p build; \
+    commit=$$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown); \
+    line="#define MUGPT_GIT_COMMIT \"$$commit\""; \
+    [ "$$(cat build/git_commit.h 2>/dev/null)" = "$$line" ] || echo "$$line" > build/git_commit.h)
+
 .PHONY: all cpu test tests bench clean
 .SECONDARY:
 

@@ -28,8 +28,9 @@ std::string device_name(const Stream* stream);
 // CPU threads of the stream; 1 on a GPU.
 int device_threads(const Stream* stream);
 
-// Scratch that ops on this stream have taken for themselves so far, in bytes.
-size_t stream_scratch_bytes(const Stream* stream);
+// Bytes allocated on the device now, the ops' own scratch included, and the most there ever were.
+size_t device_allocated_bytes(const Stream* stream);
+size_t device_peak_bytes(const Stream* stream);
 
 // Memory of the device, aligned to 256 bytes at least; contents are unspecified. Fails with the size
 // asked for if it is not there. A size of 0 gives a null pointer.

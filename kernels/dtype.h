@@ -21,11 +21,17 @@ enum class Dtype { fp32, bf16, fp16 };
 template <typename Storage>
 constexpr Dtype dtype_of();
 template <>
-constexpr Dtype dtype_of<float>() { return Dtype::fp32; }
+constexpr Dtype dtype_of<float>() {
+    return Dtype::fp32;
+}
 template <>
-constexpr Dtype dtype_of<bf16_t>() { return Dtype::bf16; }
+constexpr Dtype dtype_of<bf16_t>() {
+    return Dtype::bf16;
+}
 template <>
-constexpr Dtype dtype_of<fp16_t>() { return Dtype::fp16; }
+constexpr Dtype dtype_of<fp16_t>() {
+    return Dtype::fp16;
+}
 
 constexpr const char* dtype_name(Dtype dtype) {
     return dtype == Dtype::fp32 ? "fp32" : dtype == Dtype::bf16 ? "bf16" : "fp16";
@@ -55,7 +61,9 @@ template <typename Storage>
 Storage from_float(float x);
 
 template <>
-inline float from_float<float>(float x) { return x; }
+inline float from_float<float>(float x) {
+    return x;
+}
 
 template <>
 inline bf16_t from_float<bf16_t>(float x) {

@@ -21,8 +21,8 @@
 
 // out(b,t,:) = wte(token(b,t),:) + wpe(t,:).   out (B,T,C), tokens (B,T), wte (Vp,C), wpe (>=T,C).
 template <typename Storage>
-void embedding_forward(Storage* out, const int* tokens, const Storage* wte, const Storage* wpe, size_t B, size_t T,
-                       size_t C, Stream* stream);
+void embedding_forward(Storage* out, const int* tokens, const Storage* wte, const Storage* wpe, size_t B,
+                       size_t T, size_t C, Stream* stream);
 
 // dwte(token(b,t),:) += dout(b,t,:);  dwpe(t,:) += dout(b,t,:), each in the order of b, then t.
 template <typename Storage>
@@ -41,8 +41,8 @@ void layernorm_forward(Storage* out, float* mean, float* rstd, const Storage* x,
 // sum = a + b, then LayerNorm of sum: one pass over memory. sum may be a or b. All (N,C).
 template <typename Storage>
 void residual_layernorm_forward(Storage* sum, Storage* out, float* mean, float* rstd, const Storage* a,
-                                const Storage* b, const Storage* weight, const Storage* bias, size_t N, size_t C,
-                                Stream* stream);
+                                const Storage* b, const Storage* weight, const Storage* bias, size_t N,
+                                size_t C, Stream* stream);
 
 // dx += gradient of the LayerNorm (dx holds the residual branch's gradient); dweight, dbias +=.
 template <typename Storage>
@@ -57,15 +57,16 @@ void layernorm_backward(Storage* dx, float* dweight, float* dbias, const Storage
 // y = x * weight^T + bias. Without pre_gelu: out = y. With it: pre_gelu = y and out = gelu(y).
 // x (N,C), weight (OC,C), bias (OC) or null, out and pre_gelu (N,OC).
 template <typename Storage>
-void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Storage* weight, const Storage* bias,
-                    size_t N, size_t C, size_t OC, Stream* stream);
+void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Storage* weight,
+                    const Storage* bias, size_t N, size_t C, size_t OC, Stream* stream);
 
 // dx = dout * weight, times gelu'(pre_gelu) where pre_gelu, the value whose GELU x is, is given;
 // dweight += dout^T * x;  dbias += column sums of dout. dx, dbias and pre_gelu may each be null.
 // dx, x, pre_gelu (N,C); dout (N,OC); weight, dweight (OC,C); dbias (OC).
 template <typename Storage>
 void linear_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x,
-                     const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC, Stream* stream);
+                     const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC,
+                     Stream* stream);
 
 // ---------------------------------------------------------------------------------------------------
 // Causal self-attention (Vaswani et al. 2017) with online softmax: no (T,T) matrix in memory
@@ -94,8 +95,8 @@ void logits_forward(float* logits, const Storage* x, const Storage* weight, size
 // dlogits(i,v) = (softmax(logits(i,:V))(v) - [v = target(i)]) * dloss, exactly 0 for v in [V,Vp).
 // logits, dlogits (N,Vp); targets (N), each in [0,V). For float, dlogits may be logits.
 template <typename Storage>
-void cross_entropy(float* losses, Storage* dlogits, const float* logits, const int* targets, float dloss, size_t N,
-                   size_t V, size_t Vp, Stream* stream);
+void cross_entropy(float* losses, Storage* dlogits, const float* logits, const int* targets, float dloss,
+                   size_t N, size_t V, size_t Vp, Stream* stream);
 
 // ---------------------------------------------------------------------------------------------------
 // Reductions
@@ -143,9 +144,9 @@ template <typename Storage, typename Update>
 void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
                  float weight_decay, Stream* stream);
 
-// For each of `batch` contiguous matrices: d = alpha * op(a) * op(b) + beta * c, where op transposes if asked.
-// op(a) (m,k), op(b) (k,n), c and d (m,n); c may be null when beta is 0, and may not be d. The bits of one
-// matrix do not depend on the batch it is in.
+// For each of `batch` contiguous matrices: d = alpha * op(a) * op(b) + beta * c, where op transposes if
+// asked. op(a) (m,k), op(b) (k,n), c and d (m,n); c may be null when beta is 0, and may not be d. The bits of
+// one matrix do not depend on the batch it is in.
 template <typename Storage>
 void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose_a,
                   bool transpose_b, size_t m, size_t n, size_t k, float alpha, float beta, size_t batch,

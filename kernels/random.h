@@ -15,8 +15,9 @@ inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::arra
     for (int round = 0; round < 10; round++) {
         const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];
         const uint64_t product1 = uint64_t{0xCD9E8D57} * counter[2];
-        counter = {static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
-                   static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
+        counter = {
+            static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
+            static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
         key[0] += 0x9E3779B9;
         key[1] += 0xBB67AE85;
     }
@@ -24,7 +25,8 @@ inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::arra
 }
 
 // 128 random bits for (seed, stream, substream, index); substream is a tensor's number, an epoch, ...
-inline std::array<uint32_t, 4> random_bits(uint64_t seed, RandomStream stream, uint32_t substream, uint64_t index) {
+inline std::array<uint32_t, 4> random_bits(uint64_t seed, RandomStream stream, uint32_t substream,
+                                           uint64_t index) {
     return philox({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), substream,
                    static_cast<uint32_t>(stream)},
                   {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});

@@ -27,12 +27,21 @@ void* allocate(size_t bytes) {
     return memory;
 }
 
-void grow(Scratch& scratch, size_t bytes) {
+void count(Stream* stream, size_t bytes) {
+    const size_t now = stream->allocated += bytes;
+    size_t peak = stream->peak;
+    while (peak < now && !stream->peak.compare_exchange_weak(peak, now)) {
+    }
+}
+
+void grow(Stream* stream, Scratch& scratch, size_t bytes) {
     if (bytes <= scratch.bytes) return;
     free(scratch.memory);
+    stream->allocated -= scratch.bytes;
     scratch = {};
     scratch.memory = allocate(bytes);
     scratch.bytes = bytes;
+    count(stream, bytes);
 }
 
 // The cores this process may run on, so that a container's or taskset's limit is kept.
@@ -45,12 +54,16 @@ int available_cores() {
 }  // namespace
 
 Stream* stream_create(const DeviceConfig& config) {
-    if (config.threads < 0 || config.threads > 4096) fail("--threads %d: must be 0 (all cores) to 4096", config.threads);
+    if (config.threads < 0 || config.threads > 4096)
+        fail("--threads %d: must be 0 (all cores) to 4096", config.threads);
     // OMP_NUM_THREADS is OpenMP's own way to say it; without it, every core.
-    const int threads = config.threads > 0            ? config.threads
+    const int threads = config.threads > 0                     ? config.threads
                         : getenv("OMP_NUM_THREADS") != nullptr ? omp_get_max_threads()
-                                                      : available_cores();
-    return new Stream{threads, {}, std::vector<Scratch>(static_cast<size_t>(threads))};
+                                                               : available_cores();
+    Stream* stream = new Stream{};
+    stream->threads = threads;
+    stream->per_thread.resize(static_cast<size_t>(threads));
+    return stream;
 }
 
 void stream_destroy(Stream* stream) {
@@ -69,20 +82,32 @@ std::string device_name(const Stream* stream) {
     const char* vectors = "portable vectors";
 #endif
     char text[64];
-    snprintf(text, sizeof(text), "CPU, %d thread%s, %s", stream->threads, stream->threads == 1 ? "" : "s", vectors);
+    snprintf(text, sizeof(text), "CPU, %d thread%s, %s", stream->threads, stream->threads == 1 ? "" : "s",
+             vectors);
     return text;
 }
 
 int device_threads(const Stream* stream) { return stream->threads; }
 
-size_t stream_scratch_bytes(const Stream* stream) {
-    size_t total = stream->shared.bytes;
-    for (const Scratch& scratch : stream->per_thread) total += scratch.bytes;
-    return total;
+size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }
+size_t device_peak_bytes(const Stream* stream) { return stream->peak; }
+
+void* device_malloc(size_t bytes, Stream* stream) {
+    void* memory = allocate(bytes);
+    if (memory != nullptr) stream->allocations[memory] = bytes;
+    count(stream, bytes);
+    return memory;
 }
 
-void* device_malloc(size_t bytes, Stream*) { return allocate(bytes); }
-void device_free(void* memory, Stream*) { free(memory); }
+void device_free(void* memory, Stream* stream) {
+    if (memory == nullptr) return;
+    const auto found = stream->allocations.find(memory);
+    if (found == stream->allocations.end()) fail("device_free: not memory of this stream");
+    stream->allocated -= found->second;
+    stream->allocations.erase(found);
+    free(memory);
+}
+
 void device_memset_zero(void* memory, size_t bytes, Stream*) {
     if (bytes != 0) memset(memory, 0, bytes);
 }
@@ -94,12 +119,12 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream*) {
 }
 
 void* shared_scratch(Stream* stream, size_t bytes) {
-    grow(stream->shared, bytes);
+    grow(stream, stream->shared, bytes);
     return stream->shared.memory;
 }
 
 void* thread_scratch(Stream* stream, int thread, size_t bytes) {
     Scratch& scratch = stream->per_thread[static_cast<size_t>(thread)];
-    grow(scratch, bytes);
+    grow(stream, scratch, bytes);
     return scratch.memory;
 }

@@ -1,7 +1,9 @@
 // What a Stream is on the CPU; shared by the files of this backend only.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <unordered_map>
 #include <vector>
 
 #include "kernels/device.h"
@@ -14,8 +16,10 @@ struct Scratch {
 
 struct Stream {
     int threads;
-    Scratch shared;                  // for one op at a time: partial sums, packed matrices
-    std::vector<Scratch> per_thread;  // one a thread
+    Scratch shared;                                 // for one op at a time: partial sums, packed matrices
+    std::vector<Scratch> per_thread;                // one a thread
+    std::unordered_map<void*, size_t> allocations;  // what device_malloc gave out
+    std::atomic<size_t> allocated{0}, peak{0};  // bytes; threads grow their scratch inside parallel regions
 };
 
 // At least `bytes` of scratch, valid until the next call for the same block. Contents are unspecified.

@@ -1,0 +1,349 @@
+// Declares every option with CLI11; see options.h.
+#include "cli/options.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "cli/version.h"
+#include "kernels/error.h"
+
+using nlohmann::json;
+
+namespace {
+
+// A number in [low, high]; unlike CLI::Range it also refuses NaN.
+CLI::Validator between(double low, double high) {
+    CLI::Validator validator;
+    validator.operation([low, high](std::string& text) -> std::string {
+        char* end = nullptr;
+        const double value = strtod(text.c_str(), &end);
+        if (end != text.c_str() && *end == '\0' && value >= low && value <= high) return "";
+        char rule[64];
+        snprintf(rule, sizeof(rule), " is not a number from %g to %g", low, high);
+        return "'" + text + "'" + rule;
+    });
+    return validator;
+}
+
+// Whole numbers up to here are exact in JSON and in double.
+constexpr double largest = 9007199254740991;
+
+// Declares an option that takes a number in [low, high].
+template <typename Number>
+void add_number(CLI::App& app, const std::string& name, Number& target, double low, double high,
+                const std::string& description, const std::string& group) {
+    app.add_option(name, target, description)->check(between(low, high))->group(group);
+}
+
+// Options that a resumed run keeps: other values would be another model, optimizer or data order.
+const std::set<std::string> fixed_on_resume = {"model",      "layers",     "heads", "channels",
+                                               "vocab-size", "untie-head", "seed",  "optimizer"};
+// Those that only say where reading goes on: --new-data allows a change and starts the data afresh.
+const std::set<std::string> fixed_without_new_data = {"train-data", "batch-size", "seq-len"};
+
+const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind::adamw},
+                                                         {"muon", OptimizerKind::muon}};
+const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
+                                                   {"linear", Schedule::linear},
+                                                   {"constant", Schedule::constant},
+                                                   {"wsd", Schedule::wsd}};
+const std::map<std::string, MuonScale> muon_scales = {{"match-rms", MuonScale::match_rms},
+                                                      {"original", MuonScale::original},
+                                                      {"spectral", MuonScale::spectral},
+                                                      {"unit-rms", MuonScale::unit_rms}};
+
+// Declares an option that takes one of the names of a table; --help and the log show names, not numbers.
+template <typename Choice>
+void add_choice(CLI::App& app, const std::string& name, Choice& target,
+                const std::map<std::string, Choice>& choices, const std::string& description,
+                const std::string& group) {
+    std::string names, initial;
+    for (const auto& [word, value] : choices) {
+        names += (names.empty() ? "" : "|") + word;
+        if (value == target) initial = word;
+    }
+    app.add_option_function<std::string>(
+           name, [&target, &choices](const std::string& word) { target = choices.at(word); }, description)
+        ->check(CLI::Validator(
+            [&choices, names](std::string& word) {
+                return choices.contains(word) ? std::string() : word + " is not one of " + names;
+            },
+            names))
+        ->default_str(initial)
+        ->group(group);
+}
+
+void add_sample_options(CLI::App& app, SampleConfig& sample, const std::string& group) {
+    add_number(app, "--temperature", sample.temperature, 0, 1e30,
+               "softmax temperature; 0 takes the likeliest token", group);
+    add_number(app, "--top-k", sample.top_k, 0, largest, "sample among the k likeliest tokens; 0: all",
+               group);
+    add_number(app, "--top-p", sample.top_p, 0, 1,
+               "sample among the likeliest tokens that make up this probability; 1: all", group);
+}
+
+void add_threads(CLI::App& app, int& threads, const std::string& group) {
+    add_number(app, "--threads", threads, 0, 4096,
+               "CPU threads; 0: OMP_NUM_THREADS, else every core available", group);
+}
+
+std::unique_ptr<CLI::App> make_app(const std::string& command, const std::string& description) {
+    auto app = std::make_unique<CLI::App>(description, command);
+    app->option_defaults()->always_capture_default();
+    app->get_formatter()->column_width(34);
+    app->set_version_flag("--version", version_text());
+    return app;
+}
+
+std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
+    auto app =
+        make_app("train_gpt [train]",
+                 "Trains a GPT on token shards. Other commands: tokenize, generate; each has its --help.");
+    app->set_config("--config", "", "read options from this file: lines of name=value");
+    app->allow_config_extras(CLI::config_extras_mode::error);
+
+    std::string group = "Data";
+    app->add_option("--train-data", o.train_data, "token shards to train on: a glob pattern, quoted")
+        ->group(group);
+    app->add_option("--val-data", o.val_data, "token shards to validate on; none: no validation")
+        ->group(group);
+    app->add_option("--out", o.out, "folder for log and checkpoints; none: nothing is written")->group(group);
+    app->add_option("--tokenizer", o.tokenizer,
+                    "tokenizer.json, for samples; none: the shards' PREFIX_tokenizer.json where it exists")
+        ->group(group);
+    app->add_flag("--resume", o.resume, "go on from the newest complete checkpoint in --out, if there is one")
+        ->group(group);
+    app->add_flag("--new-data", o.new_data,
+                  "with --resume: the data changed; start reading at their beginning")
+        ->group(group);
+
+    group = "Model";
+    app->add_option("--model", o.model,
+                    "d6, d12 (GPT-2 124M), d24, d36, d48, or a Hugging Face or checkpoint folder")
+        ->group(group);
+    add_number(*app, "--layers", o.layers, 0, 1e6, "transformer blocks; 0: as --model", group);
+    add_number(*app, "--heads", o.heads, 0, 1e6, "attention heads; 0: as --model", group);
+    add_number(*app, "--channels", o.channels, 0, 1e6, "width; 0: as --model", group);
+    add_number(*app, "--seq-len", o.seq_len, 0, 1e7,
+               "tokens a row, and positions of a new model; 0: as --model (1024)", group);
+    add_number(*app, "--vocab-size", o.vocab_size, 0, 1e9,
+               "token ids; 0: the tokenizer's, else as --model (50257)", group);
+    app->add_flag("--untie-head", o.untie_head, "give the output layer weights of its own")->group(group);
+
+    group = "Batch";
+    add_number(*app, "--batch-size", o.batch_size, 1, 1e6, "rows of a micro-batch", group);
+    add_number(*app, "--tokens-per-step", o.tokens_per_step, 1, 1e12,
+               "tokens of an optimizer step, a multiple of batch-size * seq-len (llm.c: 0.5M)", group);
+    add_number(*app, "--steps", o.steps, 0, 1e12, "optimizer steps of the whole run; 0: as --epochs", group);
+    add_number(*app, "--epochs", o.epochs, 1e-6, 1e6,
+               "length of the run in passes over the data, where --steps is 0", group);
+
+    group = "Optimizer";
+    add_choice(*app, "--optimizer", o.optimizer.kind, optimizers,
+               "adamw, or muon for the matrices of the blocks", group);
+    add_number(*app, "--lr", o.schedule.lr, 1e-30, 1e6, "peak learning rate (llm.c's GPT-2 124M)", group);
+    add_number(*app, "--warmup", o.schedule.warmup, 0, 1e12,
+               "steps of linear rise (llm.c's GPT-2 124M); the default is at most a tenth of the run", group);
+    add_choice(*app, "--schedule", o.schedule.kind, schedules, "what follows the warm-up", group);
+    add_number(*app, "--final-lr-frac", o.schedule.final_lr_frac, 0, 1,
+               "the schedule ends at this fraction of --lr (llm.c)", group);
+    add_number(*app, "--weight-decay", o.optimizer.weight_decay, 0, 1e6,
+               "decoupled decay of the 2-D tensors, embeddings too (llm.c, nanoGPT)", group);
+    add_number(*app, "--beta1", o.optimizer.beta1, 0, 0.9999999, "AdamW's first moment (llm.c, nanoGPT)",
+               group);
+    add_number(*app, "--beta2", o.optimizer.beta2, 0, 0.9999999, "AdamW's second moment (llm.c, nanoGPT)",
+               group);
+    add_number(*app, "--eps", o.optimizer.eps, 0, 1, "AdamW's epsilon (PyTorch)", group);
+    add_number(*app, "--grad-clip", o.grad_clip, 0, 1e30,
+               "largest global gradient norm (llm.c, nanoGPT); 0: no clipping", group);
+
+    group = "Muon";
+    add_number(*app, "--muon-momentum", o.optimizer.muon_momentum, 0, 0.9999999, "EMA momentum (Jordan 2024)",
+               group);
+    app->add_option("--muon-nesterov", o.optimizer.muon_nesterov,
+                    "Nesterov momentum, true or false (Jordan 2024)")
+        ->default_str("true")
+        ->group(group);
+    app->add_option("--muon-ns", o.optimizer.muon_ns, "Newton-Schulz coefficients: keller or polar-express")
+        ->group(group);
+    add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps, 1, 100, "Newton-Schulz steps", group);
+    add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
+               "update scale; match-rms reuses AdamW's lr and decay (Liu et al. 2025)", group);
+
+    group = "Run";
+    add_number(*app, "--seed", o.seed, 0, largest, "of initialisation, data order and samples", group);
+    add_threads(*app, o.threads, group);
+    add_number(*app, "--val-every", o.val_every, 0, largest,
+               "steps between validations (llm.c); 0: only at the end", group);
+    add_number(*app, "--val-tokens", o.val_tokens, 1, 1e12,
+               "tokens of a validation, from the front of the data (llm.c: 20*4*1024)", group);
+    add_number(*app, "--sample-every", o.sample_every, 0, largest,
+               "steps between samples; 0: only at the end", group);
+    add_number(*app, "--sample-tokens", o.sample_tokens, 0, 1e6, "tokens of a sample; 0: no samples", group);
+    app->add_option("--sample-prompt", o.sample_prompt, "text that samples start with; none: end-of-text")
+        ->group(group);
+    add_sample_options(*app, o.sample, group);
+    add_number(*app, "--checkpoint-every", o.checkpoint_every, 0, largest,
+               "steps between checkpoints; 0: only at the end", group);
+    add_number(*app, "--keep", o.keep, 0, largest, "checkpoints to keep; 0: all", group);
+    add_number(*app, "--log-every", o.log_every, 1, 1e12,
+               "steps between console lines; log.jsonl has every step", group);
+    return app;
+}
+
+std::unique_ptr<CLI::App> generate_app(GenerateOptions& o) {
+    auto app = make_app("train_gpt generate", "Samples text from a model.");
+    const std::string group = "Generate";
+    app->add_option("--model", o.model, "checkpoint or Hugging Face folder")->required()->group(group);
+    app->add_option("--prompt", o.prompt, "text to go on from; none: end-of-text")->group(group);
+    add_number(*app, "--tokens", o.tokens, 0, 1e9, "tokens to add", group);
+    app->add_option("--tokenizer", o.tokenizer, "tokenizer.json; none: the model folder's")->group(group);
+    add_sample_options(*app, o.sample, group);
+    add_number(*app, "--seed", o.sample.seed, 0, largest, "of the draws", group);
+    add_threads(*app, o.threads, group);
+    return app;
+}
+
+std::unique_ptr<CLI::App> tokenize_app(TokenizeOptions& o) {
+    auto app = make_app("train_gpt tokenize", "Turns text files into token shards.");
+    const std::string group = "Tokenize";
+    app->add_option("--input", o.inputs, "text files; each is one document")->required()->group(group);
+    app->add_option("--out", o.out,
+                    "PREFIX of PREFIX_train_000.bin, PREFIX_val_000.bin, PREFIX_tokenizer.json")
+        ->required()
+        ->group(group);
+    app->add_option("--tokenizer", o.tokenizer, "bytes, or a tokenizer.json of single bytes")->group(group);
+    add_number(*app, "--val-frac", o.val_frac, 0, 0.999999, "the end of each file that goes to validation",
+               group);
+    add_number(*app, "--shard-tokens", o.shard_tokens, 1, 2147483647,
+               "tokens of a shard at most (llm.c: 1e8)", group);
+    return app;
+}
+
+// Runs the parser. Returns the text that --help or --version asks for, else ""; an error is one line.
+std::string parse(CLI::App& app, std::vector<std::string> arguments) {
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them from the back
+    try {
+        app.parse(arguments);
+    } catch (const CLI::CallForHelp&) {
+        return app.help();
+    } catch (const CLI::CallForVersion&) {
+        return version_text() + "\n";
+    } catch (const CLI::ParseError& error) {
+        std::string message = error.what();
+        std::replace(message.begin(), message.end(), '\n', ' ');
+        fail("%s (see %s --help)", message.c_str(), app.get_name().c_str());
+    }
+    return "";
+}
+
+// The options that make up a configuration: all but --help, --version and --config.
+std::vector<CLI::Option*> configuration(CLI::App& app) {
+    return app.get_options([](const CLI::Option* option) {
+        const std::string name = option->get_single_name();
+        return name != "help" && name != "version" && name != "config";
+    });
+}
+
+bool is_flag(const CLI::Option* option) { return option->get_expected_max() == 0; }
+
+// The option's value as typed JSON.
+json value_of(const CLI::Option* option) {
+    if (is_flag(option)) return option->count() > 0 && option->as<bool>();
+    const std::string text = option->count() > 0 ? option->results().back() : option->get_default_str();
+    const std::string type = option->get_type_name();
+    if (type.starts_with("TEXT")) return text;
+    if (type.starts_with("BOOLEAN")) return option->count() > 0 ? option->as<bool>() : text == "true";
+    const json value = json::parse(text, nullptr, false);
+    return value.is_discarded() ? json(text) : value;
+}
+
+}  // namespace
+
+TrainCommand parse_train(const std::vector<std::string>& arguments) {
+    TrainCommand command;
+    const auto app = train_app(command.options);
+    command.help = parse(*app, arguments);
+    if (!command.help.empty()) return command;
+    command.values = json::object();
+    for (const CLI::Option* option : configuration(*app)) {
+        command.values[option->get_single_name()] = value_of(option);
+        if (option->count() > 0) command.given.push_back(option->get_single_name());
+    }
+    sample_check(command.options.sample);
+    return command;
+}
+
+GenerateOptions parse_generate(const std::vector<std::string>& arguments, std::string& help) {
+    GenerateOptions options;
+    help = parse(*generate_app(options), arguments);
+    if (help.empty()) sample_check(options.sample);
+    return options;
+}
+
+TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::string& help) {
+    TokenizeOptions options;
+    help = parse(*tokenize_app(options), arguments);
+    return options;
+}
+
+TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
+                          std::vector<std::string>& changes) {
+    std::vector<std::string> arguments;
+    const auto given = [&](const std::string& name) {
+        return std::find(command.given.begin(), command.given.end(), name) != command.given.end();
+    };
+    for (const auto& [name, value] : command.values.items()) {
+        // --resume and --new-data speak of this start only, --threads of this machine.
+        const bool of_this_start =
+            name == "resume" || name == "new-data" || name == "threads" || name == "out";
+        const bool saved = saved_values.contains(name) && !of_this_start;
+        const json& chosen = saved && !given(name) ? saved_values[name] : value;
+        if (saved && chosen != saved_values[name]) {
+            const bool data = fixed_without_new_data.contains(name) && !command.options.new_data;
+            if (fixed_on_resume.contains(name) || data) {
+                fail("--%s %s: the checkpoint has %s, and a resumed run cannot change it%s", name.c_str(),
+                     chosen.dump().c_str(), saved_values[name].dump().c_str(),
+                     data ? "; --new-data starts reading the data afresh" : "");
+            }
+            changes.push_back("--" + name + ": " + saved_values[name].dump() + " -> " + chosen.dump());
+        }
+        if (chosen.is_boolean()) {
+            arguments.push_back("--" + name + "=" + (chosen.get<bool>() ? "true" : "false"));
+        } else {
+            const std::string text = chosen.is_string() ? chosen.get<std::string>() : chosen.dump();
+            if (!text.empty()) arguments.push_back("--" + name + "=" + text);
+        }
+    }
+    TrainCommand resumed = parse_train(arguments);
+    resumed.given = command.given;
+    return resumed;
+}
+
+std::string options_markdown() {
+    std::string text;
+    const auto table = [&text](CLI::App& app) {
+        for (const std::string& group : app.get_groups()) {
+            std::string rows;
+            for (const CLI::Option* option : configuration(app)) {
+                if (option->get_group() != group) continue;
+                std::string initial = is_flag(option) ? "off" : option->get_default_str();
+                if (option->get_required()) initial = "required";
+                rows += "| `--" + option->get_single_name() + "` | " + (initial.empty() ? "none" : initial) +
+                        " | " + option->get_description() + " |\n";
+            }
+            if (!rows.empty())
+                text += "\n**" + group + "**\n\n| option | default | |\n|---|---|---|\n" + rows;
+        }
+    };
+    TrainOptions train;
+    GenerateOptions generate;
+    TokenizeOptions tokenize_options;
+    table(*train_app(train));
+    table(*generate_app(generate));
+    table(*tokenize_app(tokenize_options));
+    return text;
+}

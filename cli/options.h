@@ -1,0 +1,72 @@
+// The command line. Each option is declared once, in options.cpp, and that declaration gives parsing, the
+// range check, --help, the config file, the config line of the log, and the README's table.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "data/tokenize.h"
+#include "model/gpt.h"
+#include "model/sample.h"
+#include "optim/optimizer.h"
+#include "optim/schedule.h"
+
+struct TrainOptions {
+    // data and run folder
+    std::string train_data, val_data, out, tokenizer;
+    bool resume = false, new_data = false;
+    // model; 0 = as the --model says
+    std::string model = "d12";
+    size_t layers = 0, heads = 0, channels = 0, seq_len = 0, vocab_size = 0;
+    bool untie_head = false;
+    // batch and length
+    size_t batch_size = 4;
+    size_t tokens_per_step = 524288;
+    size_t steps = 0;
+    double epochs = 1.0;
+    // optimizer
+    OptimizerConfig optimizer;
+    ScheduleConfig schedule;
+    double grad_clip = 1.0;
+    // run
+    uint64_t seed = 1337;
+    int threads = 0;
+    size_t val_every = 250, val_tokens = 81920;
+    size_t sample_every = 1000, sample_tokens = 64;
+    std::string sample_prompt;
+    SampleConfig sample;
+    size_t checkpoint_every = 1000, keep = 3;
+    size_t log_every = 1;
+};
+
+struct GenerateOptions {
+    std::string model, prompt, tokenizer;
+    size_t tokens = 256;
+    int threads = 0;
+    SampleConfig sample;
+};
+
+// A parsed command line. help is non-empty where --help or --version asked for that text instead of a run.
+struct TrainCommand {
+    TrainOptions options;
+    nlohmann::json values;           // every option by name, defaults included
+    std::vector<std::string> given;  // names of the options that the command line or config file set
+    std::string help;
+};
+
+// Each parser takes the arguments after the program's and subcommand's name, and fails with one line that
+// names the option and the value.
+TrainCommand parse_train(const std::vector<std::string>& arguments);
+GenerateOptions parse_generate(const std::vector<std::string>& arguments, std::string& help);
+TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::string& help);
+
+// For --resume: the command line again, with the checkpoint's values for every option that was not given.
+// Returns a line for each option whose value changed. Fails on a change that a resumed run cannot honour
+// (the model, the optimizer, and where reading goes on in the data, unless --new-data).
+TrainCommand resume_train(const TrainCommand& command, const nlohmann::json& saved_values,
+                          std::vector<std::string>& changes);
+
+// The options of every command as the README's tables: "| `--lr` | 0.0006 | peak learning rate ... |".
+std::string options_markdown();

@@ -1,0 +1,10 @@
+// See version.h. The Makefile rewrites build/git_commit.h when the commit changes.
+#include "cli/version.h"
+
+#include "build/git_commit.h"
+
+std::string git_commit() { return MUGPT_GIT_COMMIT; }
+
+std::string version_text() {
+    return "muGPT 0.1.0 (git " + git_commit() + "), CPU backend, one process; built with " __VERSION__;
+}
