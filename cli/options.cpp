@@ -38,11 +38,10 @@ void add_number(CLI::App& app, const std::string& name, Number& target, double l
     app.add_option(name, target, description)->check(between(low, high))->group(group);
 }
 
-// Options that a resumed run keeps: other values would be another model, optimizer or data order.
+// Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
+// data are, and how they are cut, is compared by the loader's fingerprint.
 const std::set<std::string> fixed_on_resume = {"model",      "layers",     "heads", "channels",
                                                "vocab-size", "untie-head", "seed",  "optimizer"};
-// Those that only say where reading goes on: --new-data allows a change and starts the data afresh.
-const std::set<std::string> fixed_without_new_data = {"train-data", "batch-size", "seq-len"};
 
 const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind::adamw},
                                                          {"muon", OptimizerKind::muon}};
@@ -303,11 +302,9 @@ TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
         const bool saved = saved_values.contains(name) && !of_this_start;
         const json& chosen = saved && !given(name) ? saved_values[name] : value;
         if (saved && chosen != saved_values[name]) {
-            const bool data = fixed_without_new_data.contains(name) && !command.options.new_data;
-            if (fixed_on_resume.contains(name) || data) {
-                fail("--%s %s: the checkpoint has %s, and a resumed run cannot change it%s", name.c_str(),
-                     chosen.dump().c_str(), saved_values[name].dump().c_str(),
-                     data ? "; --new-data starts reading the data afresh" : "");
+            if (fixed_on_resume.contains(name)) {
+                fail("--%s %s: the checkpoint has %s, and a resumed run cannot change it", name.c_str(),
+                     chosen.dump().c_str(), saved_values[name].dump().c_str());
             }
             changes.push_back("--" + name + ": " + saved_values[name].dump() + " -> " + chosen.dump());
         }

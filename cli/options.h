@@ -63,8 +63,8 @@ GenerateOptions parse_generate(const std::vector<std::string>& arguments, std::s
 TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::string& help);
 
 // For --resume: the command line again, with the checkpoint's values for every option that was not given.
-// Returns a line for each option whose value changed. Fails on a change that a resumed run cannot honour
-// (the model, the optimizer, and where reading goes on in the data, unless --new-data).
+// `changes` gets a line for each option whose value changed. Fails on a change that a resumed run cannot
+// honour: of the model, the seed or the optimizer.
 TrainCommand resume_train(const TrainCommand& command, const nlohmann::json& saved_values,
                           std::vector<std::string>& changes);
 

@@ -1,0 +1,669 @@
+// train_gpt: trains a GPT from token shards. Read it top to bottom: what a run holds, how it is set up, one
+// training step, validation, samples, checkpoints, the loop, and main. The file is plain C++ for every
+// backend; the ops behind kernels/kernels.h are CUDA or CPU code, whichever was linked.
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cli/console.h"    // boxed_table, console_step
+#include "cli/options.h"    // TrainOptions, parse_train
+#include "cli/run_log.h"    // log.jsonl, main.log
+#include "cli/version.h"    // git_commit
+#include "data/loader.h"    // loader_batch
+#include "data/tokenize.h"  // the tokenize command
+#include "data/tokenizer.h"
+#include "kernels/device.h"
+#include "kernels/error.h"
+#include "kernels/kernels.h"  // gemm_batched, for the matmul ceiling
+#include "model/checkpoint.h"
+#include "model/gpt.h"  // gpt_forward_backward
+#include "model/huggingface.h"
+#include "model/sample.h"
+#include "optim/grad_clip.h"
+#include "optim/optimizer.h"
+#include "optim/schedule.h"
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+// The first SIGINT or SIGTERM asks the loop to finish its step, save and exit; the handler resets itself, so
+// that the second one ends the process at once. A signal handler has no context: the one global there is.
+volatile std::sig_atomic_t stop_requested = 0;
+
+void request_stop(int) { stop_requested = 1; }
+
+void catch_stop_signals() {
+    struct sigaction action = {};
+    action.sa_handler = request_stop;
+    action.sa_flags = static_cast<int>(SA_RESETHAND);
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    signal(SIGXFSZ, SIG_IGN);  // a file-size limit is reported by the write that hits it
+}
+
+double now_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---------------------------------------------------------------------------------------------------
+// What a run holds
+
+// Consecutive steps with a non-finite gradient after which a run gives up: it will not recover by itself.
+constexpr uint64_t max_consecutive_skips = 10;
+
+template <typename Storage>
+struct Run {
+    TrainOptions options;
+    json values;  // the options, for the log and checkpoints
+    Stream* stream = nullptr;
+    RunLog log;
+    Console console;
+    Tokenizer tokenizer;  // empty where none is known
+    std::string tokenizer_path;
+    Loader train, val;  // val.files is empty without --val-data
+    Gpt<Storage> model;
+    Optimizer optimizer;
+    double* norm_sums = nullptr;  // device, one a block
+    size_t T = 0;                 // tokens a row
+    size_t micro_batches_per_step = 0;
+    uint64_t first_step = 0;           // steps that an earlier run has done
+    uint64_t step = 0;                 // optimizer steps done
+    uint64_t micro_batches = 0;        // read so far: the position in the data
+    uint64_t skipped = 0;              // steps not taken because a gradient was not finite
+    double matmul_ceiling = 0;         // FLOP/s of a large product: what MFU is measured against
+    double val_loss = NAN;             // the last one
+    std::vector<int> inputs, targets;  // one micro-batch
+};
+
+// ---------------------------------------------------------------------------------------------------
+// Set-up
+
+// The tokenizer's end-of-text id; without a tokenizer, GPT-2's where the vocabulary is GPT-2's, else 0.
+template <typename Storage>
+int end_of_text(const Run<Storage>& run) {
+    if (run.tokenizer.end_of_text >= 0) return run.tokenizer.end_of_text;
+    return run.model.config.vocab_size == 50257 ? 50256 : 0;
+}
+
+// PREFIX_tokenizer.json beside shards PREFIX_train_000.bin, as `tokenize` writes it; "" where there is none.
+std::string tokenizer_of_shards(const std::vector<TokenFile>& shards) {
+    const std::string& path = shards[0].path;
+    const size_t cut = path.rfind("_train_");
+    if (cut == std::string::npos) return "";
+    const std::string candidate = path.substr(0, cut) + "_tokenizer.json";
+    return fs::exists(candidate) ? candidate : "";
+}
+
+// The model's shape: a preset or a folder, then what the options say about it.
+GptConfig choose_config(const TrainOptions& o, const std::string& checkpoint, const Tokenizer& tokenizer) {
+    if (!checkpoint.empty()) return huggingface_read_config(checkpoint);
+    GptConfig config;
+    if (!gpt_preset(o.model, config)) {
+        if (!fs::is_directory(o.model))
+            fail("--model %s: neither d6, d12, d24, d36, d48 nor a folder", o.model.c_str());
+        config = huggingface_read_config(o.model);
+        if (o.layers || o.heads || o.channels || o.vocab_size || o.untie_head) {
+            fail(
+                "--model %s: a folder has its own --layers, --heads, --channels, --vocab-size and "
+                "--untie-head",
+                o.model.c_str());
+        }
+        return config;
+    }
+    if (o.layers) config.layers = o.layers;
+    if (o.heads) config.heads = o.heads;
+    if (o.channels) config.channels = o.channels;
+    if (o.seq_len) config.seq_len = o.seq_len;
+    if (o.vocab_size) {
+        config.vocab_size = o.vocab_size;
+    } else if (tokenizer.vocab_size() > 0) {
+        config.vocab_size = tokenizer.vocab_size();
+    }
+    config.tied_head = !o.untie_head;
+    gpt_check(config);
+    return config;
+}
+
+// Micro-batches of a step and steps of the run, from the options and the data.
+template <typename Storage>
+void plan_steps(Run<Storage>& run, bool warmup_given) {
+    TrainOptions& o = run.options;
+    const size_t micro_tokens = o.batch_size * run.T;
+    if (o.tokens_per_step % micro_tokens != 0) {
+        const size_t below = o.tokens_per_step / micro_tokens * micro_tokens;
+        fail(
+            "--tokens-per-step %zu: not a multiple of --batch-size %zu times --seq-len %zu = %zu; %s%zu "
+            "would be",
+            o.tokens_per_step, o.batch_size, run.T, micro_tokens,
+            below > 0 ? (std::to_string(below) + " or ").c_str() : "", below + micro_tokens);
+    }
+    run.micro_batches_per_step = o.tokens_per_step / micro_tokens;
+    if (o.steps == 0) {
+        const double batches = o.epochs * static_cast<double>(loader_batches_per_epoch(run.train));
+        o.steps = static_cast<size_t>(batches / static_cast<double>(run.micro_batches_per_step));
+        if (o.steps == 0) {
+            fail(
+                "--epochs %g: %.0f micro-batches make no step of %zu (--tokens-per-step %zu); give --steps, "
+                "more "
+                "--epochs or fewer --tokens-per-step",
+                o.epochs, batches, run.micro_batches_per_step, o.tokens_per_step);
+        }
+    }
+    o.schedule.steps = o.steps;
+    if (!warmup_given) o.schedule.warmup = std::min(o.schedule.warmup, o.steps / 10);
+    if (o.schedule.warmup > o.steps) {
+        fail("--warmup %zu: longer than the run of %zu steps", o.schedule.warmup, o.steps);
+    }
+}
+
+// FLOP/s of the best of a few 1024^3 products: the machine's own ceiling, which MFU is measured against.
+template <typename Storage>
+double measure_matmul_ceiling(Stream* stream) {
+    constexpr size_t n = 1024;
+    Storage* memory = static_cast<Storage*>(device_malloc(3 * n * n * sizeof(Storage), stream));
+    device_memset_zero(memory, 3 * n * n * sizeof(Storage), stream);
+    double best = 0;
+    for (int i = 0; i < 4; i++) {  // the first also warms up
+        const double start = now_seconds();
+        gemm_batched<Storage>(memory, memory + n * n, memory + 2 * n * n, nullptr, false, true, n, n, n, 1, 0,
+                              1, stream);
+        stream_synchronize(stream);
+        best = std::max(best, 2.0 * n * n * n / (now_seconds() - start));
+    }
+    device_free(memory, stream);
+    return best;
+}
+
+// "h.3.attn.c_attn.weight" -> "h.*.attn.c_attn.weight": what the layers have in common.
+std::string without_layer(const std::string& name) {
+    if (!name.starts_with("h.")) return name;
+    return "h.*" + name.substr(name.find('.', 2));
+}
+
+template <typename Storage>
+void print_tables(const Run<Storage>& run) {
+    const TrainOptions& o = run.options;
+    const GptConfig& c = run.model.config;
+    const bool muon = o.optimizer.kind == OptimizerKind::muon;
+    const auto number = [](double x) {
+        char text[32];
+        snprintf(text, sizeof(text), "%g", x);
+        return std::string(text);
+    };
+    const std::string model = std::to_string(c.layers) + " layers, " + std::to_string(c.heads) + " heads, " +
+                              std::to_string(c.channels) + " channels, vocabulary " +
+                              std::to_string(c.vocab_size) + ", context " + std::to_string(c.seq_len) +
+                              (c.tied_head ? "" : ", untied head");
+    const std::string data = std::to_string(run.train.files.size()) + " shard(s), " +
+                             with_commas(loader_windows(run.train)) + " rows of " + std::to_string(run.T) +
+                             " tokens";
+    printf("%s",
+           boxed_table(
+               {{"configuration", ""},
+                {"program", version_text()},
+                {"device", device_name(run.stream) + ", matmul ceiling " +
+                               number(std::round(run.matmul_ceiling / 1e9)) + " GFLOP/s (measured)"},
+                {"model", model},
+                {"parameters", with_commas(gpt_parameter_count(run.model.table))},
+                {"training data", data},
+                {"batch", with_commas(o.tokens_per_step) + " tokens a step = " +
+                              std::to_string(run.micro_batches_per_step) + " micro-batch(es) of " +
+                              std::to_string(o.batch_size) + " x " + std::to_string(run.T)},
+                {"length",
+                 with_commas(o.steps) + " steps, " + with_commas(o.steps * o.tokens_per_step) + " tokens"},
+                {"learning rate", number(o.schedule.lr) + ", warm-up " + std::to_string(o.schedule.warmup) +
+                                      " steps, " + run.values["schedule"].template get<std::string>() +
+                                      " to " + number(o.schedule.lr * o.schedule.final_lr_frac)},
+                {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
+                {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out}})
+               .c_str());
+
+    // Who owns what: tensors of all layers together, as the parameter table and the optimizer's slots have
+    // them.
+    std::vector<std::vector<std::string>> rows = {
+        {"tensor", "optimizer", "matrices", "shape", "parameters", "decay", "state bytes"}};
+    const auto add = [](std::string& cell, size_t more) { cell = std::to_string(std::stoull(cell) + more); };
+    for (const OptimizerSlot& slot : run.optimizer.slots) {
+        const Parameter& p = *slot.parameter;
+        const std::string name =
+            without_layer(p.name) + (slot.block.name.empty() ? "" : " (" + slot.block.name + ")");
+        const auto same =
+            std::find_if(rows.begin() + 1, rows.end(), [&](const auto& row) { return row[0] == name; });
+        const size_t state = slot.size() * sizeof(float) * (slot.second != nullptr ? 2 : 1);
+        if (same == rows.end()) {
+            rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
+                            std::to_string(slot.block.rows) + " x " + std::to_string(p.cols),
+                            std::to_string(slot.size()), p.weight_decay ? "yes" : "no",
+                            std::to_string(state)});
+        } else {
+            add((*same)[2], 1);
+            add((*same)[4], slot.size());
+            add((*same)[6], state);
+        }
+    }
+    for (size_t i = 1; i < rows.size(); i++) {
+        for (const size_t column : {2, 4, 6}) rows[i][column] = with_commas(std::stoull(rows[i][column]));
+    }
+    printf("%s", boxed_table(rows).c_str());
+
+    printf("%s", boxed_table({{"memory", "MiB"},
+                              {"parameters", mebibytes(run.model.params_bytes)},
+                              {"gradients (fp32)", mebibytes(run.model.grads_bytes)},
+                              {"optimizer state", mebibytes(optimizer_state_bytes(run.optimizer))},
+                              {"activations, shared with the optimizer's work",
+                               mebibytes(run.model.activations_bytes)},
+                              {"all, at the start", mebibytes(device_allocated_bytes(run.stream))}})
+                     .c_str());
+    fflush(stdout);
+}
+
+// Opens everything a run needs, or resumes it. The order is cheap checks first: a bad option or data file is
+// found before memory is taken.
+template <typename Storage>
+Run<Storage> set_up(TrainCommand command) {
+    if (command.options.train_data.empty()) fail("--train-data: say which token shards to train on");
+    if (command.options.resume && command.options.out.empty())
+        fail("--resume: needs --out, the folder to resume from");
+    Run<Storage> run;
+    run.console = console_open();
+    run.log = run_log_open(command.options.out);
+
+    FoundCheckpoint found;
+    json saved;
+    if (!command.options.out.empty()) {
+        found = checkpoint_find(command.options.out);
+        for (const std::string& reason : found.passed_over)
+            printf("passed over checkpoint %s\n", reason.c_str());
+        if (!found.folder.empty() && !command.options.resume) {
+            fail("--out %s: has a checkpoint of step %lu; give --resume to go on from it, or another folder",
+                 command.options.out.c_str(), found.step);
+        }
+        if (command.options.resume && found.folder.empty()) {
+            printf("no complete checkpoint in %s: starting from the beginning\n",
+                   command.options.out.c_str());
+        }
+    }
+    if (!found.folder.empty()) {
+        saved = checkpoint_read_state(found.folder);
+        std::vector<std::string> changes;
+        command = resume_train(command, saved.at("options"), changes);
+        printf("resuming from %s\n", found.folder.c_str());
+        for (const std::string& change : changes)
+            printf("changed since the checkpoint: %s\n", change.c_str());
+    }
+    run.options = command.options;
+    run.values = command.values;
+    TrainOptions& o = run.options;
+
+    // Data, tokenizer and model shape depend on each other: the tokenizer of the shards gives the vocabulary.
+    std::vector<TokenFile> shards = token_files_open(o.train_data, "--train-data");
+    run.tokenizer_path = o.tokenizer.empty() ? tokenizer_of_shards(shards) : o.tokenizer;
+    token_files_close(shards);
+    if (!run.tokenizer_path.empty()) run.tokenizer = tokenizer_read(run.tokenizer_path);
+    const GptConfig config = choose_config(o, found.folder, run.tokenizer);
+    run.T = o.seq_len ? o.seq_len : config.seq_len;
+    if (run.T > config.seq_len) fail("--seq-len %zu: the model has %zu positions", run.T, config.seq_len);
+    run.train = loader_open(o.train_data, "--train-data", o.batch_size, run.T, config.vocab_size, o.seed);
+    if (!o.val_data.empty()) {
+        run.val = loader_open(o.val_data, "--val-data", o.batch_size, run.T, config.vocab_size, o.seed);
+    }
+    const bool warmup_given =
+        o.schedule.warmup != ScheduleConfig{}.warmup ||
+        std::find(command.given.begin(), command.given.end(), "warmup") != command.given.end();
+    plan_steps(run, warmup_given);
+
+    run.stream = stream_create({.threads = o.threads});
+    run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
+    // The optimizer works in the activations' memory, which is dead between backward and the next forward.
+    const ParameterTable table = gpt_parameter_table(config);
+    Optimizer sizes = optimizer_create(o.optimizer, table, run.stream);
+    const size_t workspace = optimizer_minimum_workspace(sizes) * sizeof(float);
+    optimizer_destroy(sizes, run.stream);
+    run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, workspace, run.stream);
+    run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
+    run.norm_sums =
+        static_cast<double*>(device_malloc(table_blocks(run.model.table) * sizeof(double), run.stream));
+    run.inputs.resize(o.batch_size * run.T);
+    run.targets.resize(o.batch_size * run.T);
+
+    if (!found.folder.empty()) {
+        checkpoint_load(found.folder, run.model, run.optimizer, run.stream);
+        run.step = run.first_step = found.step;
+        run.micro_batches = saved.at("micro_batches");
+        run.skipped = saved.at("skipped");
+        const json difference = json::diff(saved.at("data"), loader_fingerprint(run.train));
+        if (!difference.empty() && !o.new_data) {
+            fail(
+                "--train-data %s: not the data of the checkpoint (%s differs); --new-data starts reading at "
+                "their "
+                "beginning",
+                o.train_data.c_str(), difference[0]["path"].get<std::string>().c_str());
+        }
+        if (!difference.empty()) {
+            printf("other data than the checkpoint's: reading starts at their beginning\n");
+            run.micro_batches = 0;
+        }
+    } else if (!fs::is_directory(o.model)) {
+        gpt_initialize(run.model, o.seed, run.stream);
+    } else {
+        std::vector<std::string> warnings;
+        huggingface_read(run.model, o.model, warnings, run.stream);
+        for (const std::string& warning : warnings) printf("%s\n", warning.c_str());
+    }
+    return run;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// One training step
+
+struct StepResult {
+    double loss, grad_norm, lr;
+    double seconds, optimizer_seconds;
+    bool skipped;
+};
+
+// Forward and backward over the step's micro-batches, then clip and update. A gradient that is not finite
+// changes nothing: the step is skipped and counted, and only the data position moves on.
+template <typename Storage>
+StepResult train_step(Run<Storage>& run) {
+    const TrainOptions& o = run.options;
+    StepResult result = {};
+    const double start = now_seconds();
+    device_memset_zero(run.model.grads, run.model.grads_bytes, run.stream);
+    double loss_sum = 0;
+    for (size_t i = 0; i < run.micro_batches_per_step; i++) {
+        loader_batch(run.train, run.micro_batches++, run.inputs.data(), run.targets.data());
+        loss_sum += gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(), o.batch_size,
+                                         run.T, 1.0f / static_cast<float>(o.tokens_per_step), run.stream);
+        if (run.micro_batches_per_step > 1) {
+            console_live(run.console, "step " + std::to_string(run.step + 1) + ": micro-batch " +
+                                          std::to_string(i + 1) + " of " +
+                                          std::to_string(run.micro_batches_per_step));
+        }
+    }
+    stream_synchronize(run.stream);
+    const double backward_done = now_seconds();
+
+    result.loss = loss_sum / static_cast<double>(o.tokens_per_step);
+    result.lr = learning_rate(o.schedule, run.step);
+    result.grad_norm = global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream);
+    result.skipped = !std::isfinite(result.grad_norm);
+    if (!result.skipped) {
+        optimizer_step<Storage>(run.optimizer, run.model.params, nullptr, run.model.grads,
+                                static_cast<float>(result.lr), clip_factor(result.grad_norm, o.grad_clip),
+                                reinterpret_cast<float*>(run.model.activations),
+                                run.model.activations_bytes / sizeof(float), run.stream);
+        run.step++;
+    } else {
+        run.skipped++;
+    }
+    stream_synchronize(run.stream);
+    result.seconds = now_seconds() - start;
+    result.optimizer_seconds = now_seconds() - backward_done;
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Validation, samples, checkpoints
+
+// The mean loss over the first --val-tokens targets, whatever the batch size: the last batch may be smaller.
+template <typename Storage>
+void validate(Run<Storage>& run) {
+    if (run.val.files.empty()) return;
+    const double start = now_seconds();
+    const size_t wanted = (run.options.val_tokens + run.T - 1) / run.T;
+    const size_t windows = std::min(wanted, loader_windows(run.val));
+    double loss_sum = 0;
+    for (size_t first = 0; first < windows; first += run.options.batch_size) {
+        const size_t rows = std::min(run.options.batch_size, windows - first);
+        loader_windows_in_order(run.val, first, rows, run.inputs.data(), run.targets.data());
+        loss_sum += gpt_loss(run.model, run.inputs.data(), run.targets.data(), rows, run.T, run.stream);
+        console_live(run.console,
+                     "validation: row " + std::to_string(first + rows) + " of " + std::to_string(windows));
+    }
+    const size_t targets = windows * run.T;
+    run.val_loss = loss_sum / static_cast<double>(targets);
+    const double ms = 1e3 * (now_seconds() - start);
+    run_log_write(run.log, "val", run.step, {{"val_loss", run.val_loss}, {"targets", targets}, {"ms", ms}});
+    run_log_validation_line(run.log, run.step, run.val_loss);
+    char text[128];
+    snprintf(text, sizeof(text), "step %lu | validation loss %.4f over %s targets | %.0f ms", run.step,
+             run.val_loss, with_commas(targets).c_str(), ms);
+    console_line(run.console, text);
+}
+
+// Turns sampled ids into text for people: no control characters, ids where no tokenizer is known.
+std::string readable(const Tokenizer& tokenizer, const std::vector<int>& ids) {
+    std::string pending;
+    std::string text = printable(decode(tokenizer, ids), pending);
+    return pending.empty() ? text : text + "\xEF\xBF\xBD";
+}
+
+template <typename Storage>
+void sample(Run<Storage>& run) {
+    if (run.options.sample_tokens == 0) return;
+    const std::string& prompt = run.options.sample_prompt;
+    std::vector<int> ids =
+        prompt.empty() ? std::vector<int>{end_of_text(run)} : encode(run.tokenizer, prompt);
+    SampleConfig config = run.options.sample;
+    config.seed = run.options.seed + run.step;  // another text at every step, the same in every run
+    std::vector<int> sampled = prompt.empty() ? std::vector<int>{} : ids;
+    generate<Storage>(
+        run.model, ids, run.options.sample_tokens, config, [&](int id) { sampled.push_back(id); },
+        run.stream);
+    const std::string text = readable(run.tokenizer, sampled);
+    run_log_write(run.log, "sample", run.step, {{"text", text}});
+    console_line(run.console, "--- sample at step " + std::to_string(run.step) + " ---\n" + text + "\n---");
+}
+
+template <typename Storage>
+void save(Run<Storage>& run) {
+    if (run.log.folder.empty()) return;
+    const double start = now_seconds();
+    const json state = {{"options", run.values},
+                        {"micro_batches", run.micro_batches},
+                        {"skipped", run.skipped},
+                        {"data", loader_fingerprint(run.train)}};
+    checkpoint_save(run.log.folder, run.step, run.model, run.optimizer, state, run.tokenizer_path,
+                    end_of_text(run), run.options.keep, run.stream);
+    const double ms = 1e3 * (now_seconds() - start);
+    run_log_write(run.log, "checkpoint", run.step, {{"ms", ms}});
+    char text[96];
+    snprintf(text, sizeof(text), "step %lu | checkpoint saved | %.0f ms", run.step, ms);
+    console_line(run.console, text);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The loop
+
+template <typename Storage>
+void report_step(Run<Storage>& run, const StepResult& result, double loop_start) {
+    const double tokens_per_second = static_cast<double>(run.options.tokens_per_step) / result.seconds;
+    const double mfu = gpt_flops_per_token(run.model.config, run.T) * tokens_per_second / run.matmul_ceiling;
+    run_log_write(run.log, "train", run.step,
+                  {{"loss", result.loss},
+                   {"grad_norm", result.grad_norm},
+                   {"lr", result.lr},
+                   {"tokens_per_second", tokens_per_second},
+                   {"ms", 1e3 * result.seconds},
+                   {"optimizer_ms", 1e3 * result.optimizer_seconds},
+                   {"mfu", mfu},
+                   {"bytes_sent", 0},
+                   {"peak_bytes", device_peak_bytes(run.stream)},
+                   {"loss_scale", 1.0},
+                   {"skipped", run.skipped},
+                   {"degenerate_updates", run.optimizer.degenerate_updates}});
+    run_log_train_line(run.log, run.step, result.loss, result.lr, result.grad_norm);
+    if (run.step % run.options.log_every != 0 && run.step != run.options.steps) return;
+    const double per_step = (now_seconds() - loop_start) / static_cast<double>(run.step - run.first_step);
+    console_step(run.console,
+                 {.step = run.step,
+                  .steps = run.options.steps,
+                  .loss = result.loss,
+                  .grad_norm = result.grad_norm,
+                  .lr = result.lr,
+                  .tokens_per_second = tokens_per_second,
+                  .mfu = mfu,
+                  .ms = 1e3 * result.seconds,
+                  .optimizer_ms = 1e3 * result.optimizer_seconds,
+                  .eta_seconds = per_step * static_cast<double>(run.options.steps - run.step),
+                  .optimizer = run.optimizer.config.kind == OptimizerKind::muon ? "muon" : "adamw"});
+}
+
+// Whether something that happens every `every` steps, and at the end of the run, is due.
+template <typename Storage>
+bool due(const Run<Storage>& run, size_t every) {
+    return run.step == run.options.steps || (every != 0 && run.step % every == 0);
+}
+
+template <typename Storage>
+void train(const TrainCommand& command) {
+    Run<Storage> run = set_up<Storage>(command);
+    TrainOptions& o = run.options;
+    if (run.step >= o.steps) {
+        printf("step %lu of %zu: this run is finished\n", run.step, o.steps);
+        return;
+    }
+    print_tables(run);
+    catch_stop_signals();
+    run_log_start(run.log, run.first_step);
+    run_log_write(run.log, "config", run.step,
+                  {{"options", run.values},
+                   {"steps", o.steps},
+                   {"warmup", o.schedule.warmup},
+                   {"parameters", gpt_parameter_count(run.model.table)},
+                   {"optimizer_state_bytes", optimizer_state_bytes(run.optimizer)},
+                   {"git", git_commit()},
+                   {"program", version_text()},
+                   {"device", device_name(run.stream)},
+                   {"threads", device_threads(run.stream)},
+                   {"matmul_ceiling_flops", run.matmul_ceiling}});
+    if (run.step == 0 && o.val_every != 0) validate(run);
+
+    const double loop_start = now_seconds();
+    uint64_t consecutive_skips = 0;
+    while (run.step < o.steps) {
+        const StepResult result = train_step(run);
+        consecutive_skips = result.skipped ? consecutive_skips + 1 : 0;
+        if (result.skipped) {
+            run_log_write(run.log, "skip", run.step, {{"loss", result.loss}, {"skipped", run.skipped}});
+            console_line(run.console, "step " + std::to_string(run.step + 1) +
+                                          ": gradient norm is not finite, step skipped; " +
+                                          std::to_string(run.skipped) + " so far");
+            if (consecutive_skips == max_consecutive_skips) {
+                fail(
+                    "step %lu: the gradient norm was not finite %lu times in a row; the last checkpoint is "
+                    "untouched "
+                    "(a lower --lr, or an earlier checkpoint, may help)",
+                    run.step + 1, consecutive_skips);
+            }
+        } else {
+            report_step(run, result, loop_start);
+            if (due(run, o.val_every)) validate(run);
+            if (due(run, o.sample_every)) sample(run);
+            if (due(run, o.checkpoint_every)) save(run);
+        }
+        if (stop_requested) {
+            if (run.step != 0 && !due(run, o.checkpoint_every)) save(run);
+            console_line(run.console, "stopped by a signal after step " + std::to_string(run.step) +
+                                          (o.out.empty() ? "" : "; --resume goes on from here"));
+            return;
+        }
+    }
+    const double seconds = now_seconds() - loop_start;
+    run_log_write(run.log, "done", run.step,
+                  {{"seconds", seconds},
+                   {"val_loss", run.val_loss},
+                   {"skipped", run.skipped},
+                   {"peak_bytes", device_peak_bytes(run.stream)}});
+    console_line(run.console, "done: " + std::to_string(run.step) + " steps, " + duration(seconds) +
+                                  ", peak memory " + mebibytes(device_peak_bytes(run.stream)) + " MiB");
+    run_log_close(run.log);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The other commands
+
+// Writes text to stdout as it is sampled: made fit for people on a terminal, byte for byte into a pipe.
+template <typename Storage>
+void generate_text(const GenerateOptions& o) {
+    const GptConfig config = huggingface_read_config(o.model);
+    std::string tokenizer_path = o.tokenizer;
+    if (tokenizer_path.empty() && fs::exists(o.model + "/tokenizer.json"))
+        tokenizer_path = o.model + "/tokenizer.json";
+    Run<Storage> run;
+    if (!tokenizer_path.empty()) run.tokenizer = tokenizer_read(tokenizer_path);
+    if (!o.prompt.empty() && tokenizer_path.empty()) {
+        fail("--prompt: %s has no tokenizer.json; give one with --tokenizer", o.model.c_str());
+    }
+    run.console = console_open();
+    run.stream = stream_create({.threads = o.threads});
+    run.model = gpt_create<Storage>(config, 1, config.seq_len, false, 0, run.stream);
+    std::vector<std::string> warnings;
+    huggingface_read(run.model, o.model, warnings, run.stream);
+    for (const std::string& warning : warnings) fprintf(stderr, "%s\n", warning.c_str());
+
+    const std::vector<int> prompt =
+        o.prompt.empty() ? std::vector<int>{end_of_text(run)} : encode(run.tokenizer, o.prompt);
+    for (const int id : prompt) {
+        if (static_cast<size_t>(id) >= config.vocab_size)
+            fail("--prompt: token %d is not in the model's vocabulary", id);
+    }
+    std::string pending;
+    const auto show = [&](const std::string& bytes) {
+        const std::string text = run.console.terminal ? printable(bytes, pending) : bytes;
+        fwrite(text.data(), 1, text.size(), stdout);
+        fflush(stdout);
+    };
+    show(o.prompt);
+    generate<Storage>(
+        run.model, prompt, o.tokens, o.sample, [&](int id) { show(decode(run.tokenizer, {id})); },
+        run.stream);
+    if (run.console.terminal) printf("\n");
+    gpt_destroy(run.model, run.stream);
+    stream_destroy(run.stream);
+}
+
+void run_command(std::vector<std::string> arguments) {
+    const std::string command = arguments.empty() ? "" : arguments[0];
+    const bool named = command == "train" || command == "generate" || command == "tokenize";
+    if (named) arguments.erase(arguments.begin());
+    std::string help;
+    if (command == "tokenize") {
+        const TokenizeOptions options = parse_tokenize(arguments, help);
+        if (help.empty()) tokenize(options);
+    } else if (command == "generate") {
+        const GenerateOptions options = parse_generate(arguments, help);
+        if (help.empty()) generate_text<float>(options);
+    } else {
+        const TrainCommand parsed = parse_train(arguments);
+        help = parsed.help;
+        if (help.empty()) train<float>(parsed);
+    }
+    printf("%s", help.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        run_command(std::vector<std::string>(argv + 1, argv + argc));
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "train_gpt: out of memory; try a smaller --batch-size or model\n");
+        return 1;
+    } catch (const std::exception& error) {
+        fprintf(stderr, "train_gpt: %s\n", error.what());
+        return 1;
+    }
+    return 0;
+}
