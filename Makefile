@@ -19,7 +19,7 @@ FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math 
 
 LIBRARY := $(wildcard kernels/*.cpp kernels/$(BACKEND)/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp)
 OBJECTS := $(LIBRARY:%.cpp=$(BUILD)/%.o)
-TESTS := test_kernels test_optim test_data test_checkpoint test_cli test_gpt
+TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program
 GTEST := -lgtest -lgtest_main -lpthread
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.
