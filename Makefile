@@ -36,27 +36,33 @@ cpu: $(BUILD)/train_gpt
 	@ln -sfn $(BUILD)/train_gpt train_gpt
 
 $(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(OBJECTS)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(LDFLAGS)
+	@echo "link $@"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(LDFLAGS)
 
 # test_gpt drives the program and the model; the others test one room of the house each.
 $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
+	@echo "link $@"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
+	@echo "link $@"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
 
 # OpenBLAS is a yardstick in the benchmarks only; its OpenMP build, by rpath, shares our threads.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-openmp))
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LDFLAGS)
+	@echo "link $@"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LDFLAGS)
 $(BUILD)/dev/bench/%.o: FLAGS += $(if $(OPENBLAS),-DHAVE_OPENBLAS -isystem $(wildcard /usr/include/*/openblas-openmp))
 
 # train_gpt and test_gpt are the same C++ for every backend: the host compiler takes them.
 $(BUILD)/%.o: %.cu
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -x c++ -c -o $@ $<
+	@echo "compile $<"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -x c++ -c -o $@ $<
 $(BUILD)/%.o: %.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(FLAGS) -c -o $@ $<
+	@echo "compile $<"
+	@$(CXX) $(CXXFLAGS) $(FLAGS) -c -o $@ $<
 
 tests: cpu $(TESTS:%=$(BUILD)/%)
 test:

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cstdio>
 
 namespace {
@@ -34,7 +33,8 @@ std::string boxed_table(const std::vector<std::vector<std::string>>& rows) {
         for (size_t i = 0; i < widths.size(); i++) {
             const std::string cell = i < rows[r].size() ? rows[r][i] : "";
             const std::string space(widths[i] - cell.size(), ' ');
-            const bool number = r > 0 && !cell.empty() && isdigit(static_cast<unsigned char>(cell[0]));
+            const bool number =
+                r > 0 && !cell.empty() && cell.find_first_not_of("0123456789,.") == std::string::npos;
             text += " " + (number ? space + cell : cell + space) + " |";
         }
         text += "\n";

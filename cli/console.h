@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-// Rows of cells in a box; the first row is the header. Columns are as wide as their widest cell, numbers
-// (cells that start with a digit) are aligned right.
+// Rows of cells in a box; the first row is the header. Columns are as wide as their widest cell; cells that
+// are a number are aligned right.
 std::string boxed_table(const std::vector<std::vector<std::string>>& rows);
 
 // 1234567 -> "1,234,567".

@@ -17,7 +17,7 @@ struct Loader {
     std::vector<TokenFile> files;
     std::vector<size_t> first_window;  // of each file; one more at the end: the total
     size_t T = 0;
-    size_t rows = 0;                   // rows of one batch
+    size_t rows = 0;  // rows of one batch
     size_t vocab_size = 0;
     uint64_t seed = 0;
 };
@@ -25,8 +25,8 @@ struct Loader {
 // Opens the shards. Fails if they hold fewer than `rows` windows, with what is needed (rows*T+1 tokens in
 // one shard), or if a token id is not below vocab_size (all tokens are checked here up to 2^27 of them, the
 // rest when a batch reads them).
-Loader loader_open(const std::string& pattern, const std::string& flag, size_t rows, size_t T, size_t vocab_size,
-                   uint64_t seed);
+Loader loader_open(const std::string& pattern, const std::string& flag, size_t rows, size_t T,
+                   size_t vocab_size, uint64_t seed);
 void loader_close(Loader& loader);
 
 size_t loader_windows(const Loader& loader);
@@ -35,13 +35,14 @@ size_t loader_batches_per_epoch(const Loader& loader);
 // Batch `index` = 0, 1, ... counted over all epochs: inputs and targets (rows,T), targets one token later.
 void loader_batch(const Loader& loader, uint64_t index, int* inputs, int* targets);
 
-// `count` consecutive windows in file order from window `first`: for validation.
+// `count` consecutive windows in file order from window `first`: for validation. Fails past the last window.
 void loader_windows_in_order(const Loader& loader, size_t first, size_t count, int* inputs, int* targets);
 
-// What a resumed run compares: T, rows, seed, and name, size and a checksum of samples of every shard.
+// What a resumed run compares: T, rows, seed, and name (without folder), size and a checksum of every shard;
+// of shards over 256 KiB, the checksum of 64 samples.
 nlohmann::json loader_fingerprint(const Loader& loader);
 
 // Element i of the pseudo-random permutation of [0, n) for (seed, epoch): a four-round Feistel network on
-// the next power of four, walked until it lands inside (Black, Rogaway 2002, "Ciphers with arbitrary finite
-// domains"). Costs no memory whatever n is.
+// the next power of four, at least 4^5, walked until it lands inside (Black, Rogaway 2002, "Ciphers with
+// arbitrary finite domains"). Costs no memory whatever n is. Fails if i is not below n.
 uint64_t permuted_index(uint64_t i, uint64_t n, uint64_t seed, uint32_t epoch);

@@ -4,27 +4,30 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "data/files.h"
 
 struct TokenFile {
     std::string path;
     size_t tokens = 0;
     int bytes_per_token = 2;
-    const char* body = nullptr;  // the first token
-    void* mapping = nullptr;
-    size_t mapping_bytes = 0;
+    const char* body = nullptr;  // the first token, inside the mapping
+    MappedFile mapping;
 
     uint32_t token(size_t i) const;
 };
 
-// Opens every file that matches a glob pattern, in sorted order; `flag` names the option in messages.
-// Fails on no match, a folder, a wrong magic, version or size.
+// Opens the file of that name, or else every file that matches the glob pattern, sorted by their bytes;
+// `flag` names the option in messages. Fails on no match, a folder, a wrong magic, version or size.
 std::vector<TokenFile> token_files_open(const std::string& pattern, const std::string& flag);
 void token_files_close(std::vector<TokenFile>& files);
 
-// Writes one shard, synced; width 2 or 4 bytes. Fails on an id that does not fit or over 2^31-1 tokens.
-void token_file_write(const std::string& path, const std::vector<uint32_t>& tokens, int bytes_per_token);
+// Writes one shard, synced and renamed into place; width 2 or 4 bytes. Fails on an id that does not fit (the
+// largest are 65535 and 2^31-1) or over 2^31-1 tokens.
+void token_file_write(const std::string& path, std::span<const uint32_t> tokens, int bytes_per_token);
 
 // Fails, naming file, position and id, if a token of [first, first + count) is not below vocab_size.
 void token_file_check(const TokenFile& file, size_t first, size_t count, size_t vocab_size);

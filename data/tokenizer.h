@@ -17,10 +17,13 @@ struct Tokenizer {
 // The byte tokenizer: ids 0-255 are the bytes, 256 is the end of a text.
 Tokenizer byte_tokenizer();
 
-// Writes a byte tokenizer as tokenizer.json: byte-level BPE with no merges, GPT-2's byte alphabet.
+// Writes a byte tokenizer as tokenizer.json: byte-level BPE with no merges, GPT-2's byte alphabet. There too
+// "<|endoftext|>" is a special token: other programs make it from text unless told not to. Fails as
+// file_write does, and for a vocabulary that is not byte_level.
 void tokenizer_write(const std::string& path, const Tokenizer& tokenizer);
 
-// Reads a tokenizer.json with a byte-level vocabulary. Fails with the path on anything else.
+// Reads a tokenizer.json with a byte-level vocabulary, merges or not (GPT-2's, for decoding). Fails with the
+// path on anything else.
 Tokenizer tokenizer_read(const std::string& path);
 
 // Text to ids. Special tokens are never made from text: "<|endoftext|>" in a corpus stays text.
@@ -31,5 +34,6 @@ std::vector<int> encode(const Tokenizer& tokenizer, std::string_view text);
 std::string decode(const Tokenizer& tokenizer, const std::vector<int>& ids);
 
 // Makes bytes fit for a terminal: valid UTF-8, newline and tab pass, every other control character and
-// invalid byte becomes U+FFFD. Incomplete UTF-8 at the end is kept in `pending` for the next call.
+// invalid byte becomes U+FFFD. Incomplete UTF-8 at the end is kept in `pending` for the next call; if none
+// follows, pending.size() bytes of the text were cut.
 std::string printable(std::string_view bytes, std::string& pending);

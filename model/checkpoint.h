@@ -1,6 +1,6 @@
 // Checkpoints: a folder OUT/step_00000100 that is a Hugging Face model folder, plus the optimizer's state
 // and state.json. Written under a temporary name, every file synced, then renamed: what has the final name
-// is complete. state.json, written last, holds the checksum of every other file.
+// is complete. state.json, written last, holds the size and checksum of every other file, and its own.
 #pragma once
 
 #include <cstdint>
@@ -11,28 +11,31 @@
 #include "model/gpt.h"
 #include "optim/optimizer.h"
 
-// Saves OUT/step_%08d. `state` is whatever the training loop must have back (options, data position, ...);
-// tokenizer is a file to copy in as tokenizer.json, or "". Afterwards removes all but the newest `keep`
-// complete checkpoints (0 = keep all) and leftovers of interrupted saves. Fails with path and reason; then
-// no folder has the final name and older checkpoints are untouched.
+// Saves OUT/step_%08d, creating OUT where it is missing and replacing a checkpoint of the same step. `state`
+// is whatever the training loop must have back (options, data position, ...); tokenizer is a file to copy in
+// as tokenizer.json, or ""; end_of_text is that tokenizer's id, or -1. First removes the leftovers of
+// interrupted saves; afterwards all complete checkpoints up to this step but the newest `keep` (0 = keep
+// all), so the disk must hold keep + 1. Fails with path and reason; then older checkpoints are untouched and
+// no incomplete folder has a final name.
 template <typename Storage>
-void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& model, const Optimizer& optimizer,
-                     const nlohmann::json& state, const std::string& tokenizer, int end_of_text, size_t keep,
-                     Stream* stream);
+void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& model,
+                     const Optimizer& optimizer, const nlohmann::json& state, const std::string& tokenizer,
+                     int end_of_text, size_t keep, Stream* stream);
 
 struct FoundCheckpoint {
-    std::string folder;                    // "" if there is none
+    std::string folder;  // "" if there is none
     uint64_t step = 0;
     std::vector<std::string> passed_over;  // "name: reason", newest first
 };
 
 // The newest checkpoint of OUT that verifies: its name is exact, state.json parses, and every file has the
-// size and checksum written there.
+// size and checksum written there. Changes nothing. Other names in OUT are ignored; a missing OUT has none.
 FoundCheckpoint checkpoint_find(const std::string& out);
 
-// state.json's "state" of a checkpoint folder.
+// state.json's "state" of a checkpoint folder. Fails where state.json is damaged.
 nlohmann::json checkpoint_read_state(const std::string& folder);
 
 // Loads weights and optimizer state, bit for bit. Fails if they do not fit the model or optimizer.
+// Checksums are checkpoint_find's business.
 template <typename Storage>
 void checkpoint_load(const std::string& folder, Gpt<Storage>& model, Optimizer& optimizer, Stream* stream);

@@ -16,7 +16,7 @@ struct GptConfig {
     size_t layers = 12;
     size_t heads = 12;
     size_t channels = 768;
-    size_t seq_len = 1024;      // positions: the longest context
+    size_t seq_len = 1024;  // positions: the longest context
     size_t vocab_size = 50257;
     bool tied_head = true;
 
@@ -44,59 +44,60 @@ double gpt_flops_per_token(const GptConfig& config, size_t T);
 // One layer's parameters (or, as floats, their gradients), each (out, in) or (channels).
 template <typename Element>
 struct GptLayer {
-    Element *ln1_weight, *ln1_bias;          // (C), (C)
-    Element *qkv_weight, *qkv_bias;          // (3C,C), (3C)
-    Element *proj_weight, *proj_bias;        // (C,C), (C)
-    Element *ln2_weight, *ln2_bias;          // (C), (C)
-    Element *fc_weight, *fc_bias;            // (4C,C), (4C)
-    Element *fcproj_weight, *fcproj_bias;    // (C,4C), (C)
+    Element *ln1_weight, *ln1_bias;        // (C), (C)
+    Element *qkv_weight, *qkv_bias;        // (3C,C), (3C)
+    Element *proj_weight, *proj_bias;      // (C,C), (C)
+    Element *ln2_weight, *ln2_bias;        // (C), (C)
+    Element *fc_weight, *fc_bias;          // (4C,C), (4C)
+    Element *fcproj_weight, *fcproj_bias;  // (C,4C), (C)
 };
 
 template <typename Element>
 struct GptTensors {
-    Element *wte, *wpe;                      // (Vp,C), (seq_len,C)
+    Element *wte, *wpe;  // (Vp,C), (seq_len,C)
     std::vector<GptLayer<Element>> layers;
-    Element *lnf_weight, *lnf_bias;          // (C), (C)
-    Element* head;                           // (Vp,C); wte where tied
+    Element *lnf_weight, *lnf_bias;  // (C), (C)
+    Element* head;                   // (Vp,C); wte where tied
 };
 
 // What one layer's forward keeps for its backward. N = B*T.
 template <typename Storage>
 struct GptLayerActivations {
-    Storage* ln1;                            // (N,C)
-    float *ln1_mean, *ln1_rstd;              // (N)
-    Storage* qkv;                            // (N,3C)
-    Storage* attention;                      // (N,C)
-    float* lse;                              // (B,NH,T)
-    Storage* residual_mid;                   // (N,C)  after attention
-    Storage* ln2;                            // (N,C)
-    float *ln2_mean, *ln2_rstd;              // (N)
-    Storage *fc_pre_gelu, *fc_gelu;          // (N,4C)
-    Storage* residual_out;                   // (N,C)  after the MLP
+    Storage* ln1;                    // (N,C)
+    float *ln1_mean, *ln1_rstd;      // (N)
+    Storage* qkv;                    // (N,3C)
+    Storage* attention;              // (N,C)
+    float* lse;                      // (B,NH,T)
+    Storage* residual_mid;           // (N,C)  after attention
+    Storage* ln2;                    // (N,C)
+    float *ln2_mean, *ln2_rstd;      // (N)
+    Storage *fc_pre_gelu, *fc_gelu;  // (N,4C)
+    Storage* residual_out;           // (N,C)  after the MLP
 };
 
 template <typename Storage>
 struct GptActivations {
-    Storage* embedded;                       // (N,C)
+    Storage* embedded;  // (N,C)
     std::vector<GptLayerActivations<Storage>> layers;
-    Storage* lnf;                            // (N,C)
-    float *lnf_mean, *lnf_rstd;              // (N)
-    Storage* branch;                         // (N,C)  a block's output before the residual sum
-    float* logits;                           // (chunk,Vp)
-    Storage* dlogits;                        // (chunk,Vp); the logits' own memory where Storage is float
-    Storage *dresidual, *dbranch;            // (N,C)
-    Storage* dwide;                          // (N,4C)
-    float* losses;                           // (N)
-    int *tokens, *targets;                   // (N)
+    Storage* lnf;                  // (N,C)
+    float *lnf_mean, *lnf_rstd;    // (N)
+    Storage* branch;               // (N,C)  a block's output before the residual sum
+    float* logits;                 // (chunk,Vp)
+    Storage* dlogits;              // (chunk,Vp); the logits' own memory where Storage is float
+    Storage *dresidual, *dbranch;  // (N,C)  dbranch is branch's memory
+    Storage* dwide;                // (N,4C)
+    float* losses;                 // (N)
+    double* loss_sum;              // (1)
+    int *tokens, *targets;         // (N)
 };
 
 template <typename Storage>
 struct Gpt {
     GptConfig config;
     ParameterTable table;
-    size_t B = 0, T = 0;                     // the largest batch that the activations hold
-    Storage* params = nullptr;               // arenas
-    float* grads = nullptr;                  // null in a model that is not trained
+    size_t B = 0, T = 0;        // the largest batch that the activations hold
+    Storage* params = nullptr;  // arenas
+    float* grads = nullptr;     // null in a model that is not trained
     char* activations = nullptr;
     size_t params_bytes = 0, grads_bytes = 0, activations_bytes = 0;
     GptTensors<Storage> p;
@@ -125,7 +126,8 @@ double gpt_forward_backward(Gpt<Storage>& model, const int* tokens, const int* t
 
 // Forward only: the sum of the token losses.
 template <typename Storage>
-double gpt_loss(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T, Stream* stream);
+double gpt_loss(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
+                Stream* stream);
 
 // Forward only: logits (host, vocab_size each) of the rows [first, first + count) of the B*T positions.
 template <typename Storage>

@@ -11,7 +11,7 @@
 struct SampleConfig {
     double temperature = 1.0;  // 0 = greedy: the largest logit, the lowest id among equals
     size_t top_k = 0;          // keep the k likeliest; 0 or >= V: off
-    double top_p = 1.0;        // keep the smallest set whose probability reaches p (Holtzman et al. 2019); 0 or 1: off
+    double top_p = 1.0;  // keep the smallest set that has probability p (Holtzman et al. 2019); 0, 1: off
     uint64_t seed = 0;
 };
 
@@ -21,9 +21,9 @@ void sample_check(const SampleConfig& config);
 // The token that u, uniform in [0, 1), picks from the logits (V) under the config. Always in [0, V).
 int sample_token(const float* logits, size_t V, const SampleConfig& config, double u);
 
-// Appends `count` tokens to the prompt, calling on_token with each; the context is the last seq_len tokens.
-// An empty prompt is refused: start with the end-of-text token. Draw i depends on (seed, i) alone. The
-// model's activations must hold at least one row of min(seq_len, prompt + count) tokens.
+// Continues the prompt by `count` tokens, calling on_token with each. The context is the last model.T tokens:
+// a model made for T = min(seq_len, prompt + count) uses all that it can. An empty prompt is refused: start
+// with the end-of-text token. Draw i depends on (seed, i) and the context alone.
 template <typename Storage>
 void generate(Gpt<Storage>& model, std::vector<int> prompt, size_t count, const SampleConfig& config,
               const std::function<void(int)>& on_token, Stream* stream);

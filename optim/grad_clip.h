@@ -13,5 +13,6 @@ double global_grad_norm(const float* grads, const ParameterTable& table, double*
 size_t table_blocks(const ParameterTable& table);
 
 // The factor that brings a gradient of this norm down to max_norm: min(1, max_norm / (norm + 1e-6)), as
-// torch.nn.utils.clip_grad_norm_ has it; 1 where max_norm is 0 (clipping off).
+// torch.nn.utils.clip_grad_norm_ has it; 1 where max_norm is 0 (clipping off). No factor repairs a non-finite
+// norm: such a step must be skipped; a NaN gives NaN.
 float clip_factor(double norm, double max_norm);

@@ -2,6 +2,7 @@
 //
 // AdamW owns everything with --optimizer adamw. With --optimizer muon, the 2-D matrices inside the blocks go
 // to Muon, one Block at a time (q, k, v apart), and the embeddings, head, biases and norms stay with AdamW.
+// What each does to its slots is in adamw.h and muon.h.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +16,10 @@
 
 enum class OptimizerKind { adamw, muon };
 
-// s(rows, cols), the factor on the orthogonalised update (muon.md is summarised in README, "Muon"):
-// match_rms 0.2*sqrt(max) has AdamW's update RMS, so that AdamW's lr and decay carry over (Liu et al. 2025,
-// "Muon is scalable", arXiv:2502.16982); original sqrt(max(1, rows/cols)) (Jordan 2024); spectral sqrt(max);
-// unit_rms sqrt(rows/cols) (Bernstein 2025).
+// s(rows, cols), the factor on the orthogonalised update: match_rms 0.2*sqrt(max(rows, cols)) gives it the
+// RMS of AdamW's updates, so that AdamW's lr and decay carry over (Liu et al. 2025, "Muon is scalable",
+// arXiv:2502.16982); original sqrt(max(1, rows/cols)) (Jordan 2024); spectral sqrt(max(rows, cols)), an RMS
+// of 1; unit_rms sqrt(rows/cols) (Bernstein 2025).
 enum class MuonScale { match_rms, original, spectral, unit_rms };
 
 struct OptimizerConfig {
@@ -32,7 +33,7 @@ struct OptimizerConfig {
     MuonScale muon_scale = MuonScale::match_rms;
 };
 
-// One block of one tensor with its optimizer state. Vectors of a slot are contiguous.
+// One block of one tensor with its optimizer state: vectors of size() floats, 256-byte aligned.
 struct OptimizerSlot {
     const Parameter* parameter;
     Block block;
@@ -46,33 +47,36 @@ struct OptimizerSlot {
 
 struct Optimizer {
     OptimizerConfig config;
-    NewtonSchulzSet newton_schulz;
-    std::vector<OptimizerSlot> slots;                   // in table order
-    std::vector<std::vector<size_t>> muon_batches;      // slots of equal shape, orthogonalised together
-    float* state = nullptr;                             // one arena
+    std::vector<NewtonSchulzStep> newton_schulz;
+    std::vector<OptimizerSlot> slots;               // in table order
+    std::vector<std::vector<size_t>> muon_batches;  // Muon's slots, those of equal shape together
+    float* state = nullptr;                         // one arena
     size_t state_elements = 0;
-    int* degenerate = nullptr;                          // one flag a slot: its norm was zero or not finite
-    uint64_t steps = 0;                                 // optimizer steps taken: t of AdamW's bias correction
-    uint64_t degenerate_updates = 0;                    // Muon updates so far that were zero for that reason
+    int* degenerate = nullptr;        // one flag a slot; the first are those of muon_batches, in order
+    uint64_t steps = 0;               // optimizer steps taken: t of AdamW's bias correction
+    uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
 };
 
-// Builds the slots and the zeroed state. `table` must outlive the optimizer. Fails on illegal settings.
+// The optimizer without its memory: which slot is whose, and how much state and workspace it takes. `table`
+// must outlive it. Fails, naming the option, on illegal settings, and on a table whose blocks do not tile
+// their tensors.
+Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table);
+
+// The planned optimizer with its state, zeroed.
 Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream);
 void optimizer_destroy(Optimizer& optimizer, Stream* stream);
 
 // Bytes of optimizer state in the arena.
 size_t optimizer_state_bytes(const Optimizer& optimizer);
 
-// Workspace in floats: with `minimum`, one matrix at a time fits; with less memory the step fails.
-// More lets the matrices of a shape be orthogonalised in larger batches, never with other bits.
+// The fewest floats of workspace that a step can work with: one matrix of the largest shape fits; 0 without
+// Muon. More lets the matrices of a shape be orthogonalised in larger batches, never with other bits.
 size_t optimizer_minimum_workspace(const Optimizer& optimizer);
 
 // One step on all tensors: gradients are multiplied by grad_scale (clipping, unscaling) first.
 // params and grads are the arenas of the table; master is null where Storage is float.
-// workspace: memory that is dead between backward and the next forward.
+// workspace: memory that is dead between backward and the next forward. Fails, with nothing changed, if it is
+// too small.
 template <typename Storage>
 void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                     float grad_scale, float* workspace, size_t workspace_floats, Stream* stream);
-
-// s(rows, cols) of a scale mode.
-float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);

@@ -26,10 +26,10 @@ struct Parameter {
     size_t used_rows;  // rows that exist outside; the rest (a padded vocabulary) is zero and stays zero
     size_t offset;     // first element in the parameter, gradient and master arenas; a multiple of 64
     Initializer initializer;
-    float init_std;    // of `normal`
+    float init_std;  // of `normal`
     bool weight_decay;
     ParameterGroup group;
-    bool conv1d;       // Hugging Face's GPT-2 keeps it transposed, (in, out)
+    bool conv1d;  // Hugging Face's GPT-2 keeps it transposed, (in, out)
     std::vector<Block> blocks;
 
     size_t size() const { return rows * cols; }

@@ -14,8 +14,9 @@ struct ScheduleConfig {
     double final_lr_frac = 0.0;  // the schedule ends at lr * final_lr_frac
 };
 
-// The learning rate of optimizer step `step` = 0, 1, ...; always in [0, lr], and held at the final value
-// past the end. After the warm-up, with x = (step - warmup) / (steps - warmup): cosine falls by
-// (1 + cos(pi x)) / 2 (llm.c), linear by 1 - x, constant stays; wsd stays until x = 0.8, then falls by
-// 1 - sqrt((x - 0.8) / 0.2) (Haegele et al. 2024, arXiv:2405.18392).
+// The learning rate of optimizer step `step` = 0, 1, ...; always in [0, lr] for a final_lr_frac in [0, 1],
+// and held at the final value past the end. After the warm-up, with x = (step - warmup) / (steps - warmup):
+// cosine falls as (1 + cos(pi x)) / 2 (llm.c), linear as 1 - x; wsd stays until x = 0.8, then falls as
+// 1 - sqrt((x - 0.8) / 0.2) (Haegele et al. 2024, arXiv:2405.18392); constant stays, whatever final_lr_frac.
+// A warm-up of `steps` or more leaves no time to decay.
 double learning_rate(const ScheduleConfig& config, size_t step);

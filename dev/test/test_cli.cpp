@@ -1,0 +1,265 @@
+// The command line, the console's formats and the run log.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <clocale>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "cli/console.h"
+#include "cli/options.h"
+#include "cli/run_log.h"
+#include "kernels/error.h"
+
+using nlohmann::json;
+
+namespace {
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+// The message of the Error that a call ends with, "" if none.
+template <typename Call>
+std::string error_of(Call call) {
+    try {
+        call();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+struct OptionRow {
+    std::string name, initial;
+};
+
+// The rows "| `--name` | default | description |" of options_markdown().
+std::vector<OptionRow> option_rows() {
+    std::vector<OptionRow> rows;
+    std::istringstream text(options_markdown());
+    for (std::string line; std::getline(text, line);) {
+        if (!line.starts_with("| `--")) continue;
+        const size_t name_end = line.find("` | "), initial_end = line.find(" | ", name_end + 4);
+        rows.push_back({line.substr(3, name_end - 3), line.substr(name_end + 4, initial_end - name_end - 4)});
+    }
+    return rows;
+}
+
+}  // namespace
+
+TEST(Options, HelpReadmeAndParserAgree) {
+    const std::string readme = read_file("README.md");
+    std::istringstream table(options_markdown());
+    for (std::string line; std::getline(table, line);) {
+        if (line.starts_with("| `--")) {
+            EXPECT_NE(readme.find(line), std::string::npos) << "README lacks: " << line;
+        }
+    }
+    std::string help = parse_train({"--help"}).help, generate_help, tokenize_help;
+    parse_generate({"--help"}, generate_help);
+    parse_tokenize({"--help"}, tokenize_help);
+    help += generate_help + tokenize_help;
+    EXPECT_GT(option_rows().size(), 40u);
+    for (const OptionRow& row : option_rows()) {
+        EXPECT_NE(help.find(row.name), std::string::npos) << row.name;
+    }
+}
+
+TEST(Options, EveryOptionTakesItsOwnDefault) {
+    const json defaults = parse_train({}).values;
+    for (const auto& [name, value] : defaults.items()) {
+        if (value.is_string() && value.get<std::string>().empty()) continue;
+        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+        const TrainCommand command = parse_train({"--" + name + "=" + text});
+        EXPECT_EQ(command.values[name], value) << name;
+        EXPECT_EQ(command.given, std::vector<std::string>{name});
+    }
+}
+
+TEST(Options, DefaultsAreTheDocumentedRecipe) {
+    const TrainOptions o = parse_train({}).options;
+    EXPECT_EQ(o.model, "d12");
+    EXPECT_DOUBLE_EQ(o.schedule.lr, 6e-4);
+    EXPECT_EQ(o.schedule.warmup, 700u);
+    EXPECT_EQ(o.schedule.kind, Schedule::cosine);
+    EXPECT_FLOAT_EQ(o.optimizer.weight_decay, 0.1f);
+    EXPECT_FLOAT_EQ(o.optimizer.beta1, 0.9f);
+    EXPECT_FLOAT_EQ(o.optimizer.beta2, 0.95f);
+    EXPECT_DOUBLE_EQ(o.grad_clip, 1.0);
+    EXPECT_EQ(o.tokens_per_step, 524288u);
+    EXPECT_EQ(o.optimizer.kind, OptimizerKind::adamw);
+}
+
+TEST(Options, ValuesReachTheirFields) {
+    const TrainOptions o = parse_train({"--optimizer", "muon", "--muon-ns", "keller", "--muon-ns-steps", "6",
+                                        "--muon-nesterov", "false", "--muon-scale", "original", "--schedule",
+                                        "wsd", "--untie-head", "--seed", "9007199254740991"})
+                               .options;
+    EXPECT_EQ(o.optimizer.kind, OptimizerKind::muon);
+    EXPECT_EQ(o.optimizer.muon_ns, "keller");
+    EXPECT_EQ(o.optimizer.muon_ns_steps, 6);
+    EXPECT_FALSE(o.optimizer.muon_nesterov);
+    EXPECT_EQ(o.optimizer.muon_scale, MuonScale::original);
+    EXPECT_EQ(o.schedule.kind, Schedule::wsd);
+    EXPECT_TRUE(o.untie_head);
+    EXPECT_EQ(o.seed, 9007199254740991u);
+}
+
+TEST(Options, ConfigFileBelowTheCommandLine) {
+    const std::string path = testing::TempDir() + "mugpt_config.ini";
+    std::ofstream(path) << "lr=0.0025\nbatch-size=8\nmuon-nesterov=false\nuntie-head=true\n";
+    const TrainCommand command = parse_train({"--config", path, "--batch-size", "2"});
+    EXPECT_DOUBLE_EQ(command.options.schedule.lr, 0.0025);
+    EXPECT_EQ(command.options.batch_size, 2u);
+    EXPECT_TRUE(command.options.untie_head);
+    EXPECT_FALSE(command.options.optimizer.muon_nesterov);
+    std::ofstream(path) << "learning-rate=0.0025\n";
+    EXPECT_NE(error_of([&] { parse_train({"--config", path}); }), "");
+    EXPECT_NE(error_of([&] { parse_train({"--config", path + ".absent"}); }), "");
+}
+
+// nlohmann/json#302: a comma locale must not change how numbers are read or written.
+TEST(Options, TheLocaleChangesNothing) {
+    const std::string saved = setlocale(LC_ALL, nullptr);
+    bool tried = false;
+    for (const char* locale : {"de_DE.UTF-8", "nb_NO.UTF-8", "tr_TR.UTF-8", "fr_FR.UTF-8"}) {
+        if (setlocale(LC_ALL, locale) == nullptr) continue;
+        tried = true;
+        const TrainCommand command = parse_train({"--lr", "0.0025"});
+        EXPECT_DOUBLE_EQ(command.options.schedule.lr, 0.0025) << locale;
+        EXPECT_EQ(command.values["lr"].dump(), "0.0025") << locale;
+    }
+    setlocale(LC_ALL, saved.c_str());
+    if (!tried) GTEST_SKIP() << "no comma locale is installed";
+}
+
+TEST(Options, ErrorsNameOptionAndValueInOneLine) {
+    const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+        {{"--lr", "nan"}, "nan"},
+        {{"--lr", "inf"}, "inf"},
+        {{"--lr", "0"}, "'0'"},
+        {{"--beta1", "1"}, "'1'"},
+        {{"--beta2", "-0.1"}, "-0.1"},
+        {{"--grad-clip", "-1"}, "-1"},
+        {{"--top-k", "-1"}, "-1"},
+        {{"--seed", "1e30"}, "1e30"},
+        {{"--muon-nesterov", "maybe"}, "maybe"},
+        {{"--schedule", "step"}, "step"},
+        {{"--epochs", "0"}, "'0'"},
+        {{"--steps", "1.5"}, "1.5"},
+        {{"--final-lr-frac", "2"}, "'2'"},
+        {{"--threads", "-2"}, "-2"},
+        {{"--val-tokens", "0"}, "'0'"},
+        {{"--keep", "-1"}, "-1"},
+        {{"--layers", "x"}, "'x'"},
+        {{"--log-every", "0"}, "'0'"},
+    };
+    for (const auto& [arguments, value] : cases) {
+        const std::string message = error_of([&] { parse_train(arguments); });
+        EXPECT_NE(message.find(arguments[0]), std::string::npos) << arguments[0] << ": " << message;
+        EXPECT_NE(message.find(value), std::string::npos) << value << ": " << message;
+        EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+    }
+}
+
+TEST(Options, ResumeTakesTheSavedValuesAndReportsChanges) {
+    const json saved = parse_train({"--out", "a", "--lr", "1e-3", "--steps", "100", "--untie-head",
+                                    "--train-data", "x y*.bin", "--sample-prompt", "--odd=1"})
+                           .values;
+    std::vector<std::string> changes;
+    const TrainCommand resumed =
+        resume_train(parse_train({"--resume", "--out", "b", "--steps", "200"}), saved, changes);
+    EXPECT_DOUBLE_EQ(resumed.options.schedule.lr, 1e-3);
+    EXPECT_EQ(resumed.options.steps, 200u);
+    EXPECT_EQ(resumed.options.out, "b");
+    EXPECT_TRUE(resumed.options.untie_head);
+    EXPECT_TRUE(resumed.options.resume);
+    EXPECT_EQ(resumed.options.train_data, "x y*.bin");
+    EXPECT_EQ(resumed.options.sample_prompt, "--odd=1");
+    EXPECT_EQ(changes, std::vector<std::string>{"--steps: 100 -> 200"});
+    const auto refused = [&](const std::string& name, const std::string& value) {
+        return error_of([&] {
+            resume_train(parse_train({"--resume", "--out", "b", name, value}), saved, changes);
+        });
+    };
+    EXPECT_NE(refused("--seed", "2").find("--seed"), std::string::npos);
+    EXPECT_NE(refused("--optimizer", "muon").find("--optimizer"), std::string::npos);
+    EXPECT_EQ(refused("--lr", "5e-4"), "");
+}
+
+TEST(Console, TablesAndNumbers) {
+    EXPECT_EQ(boxed_table({{"name", "n"}, {"a", "12"}, {"longer", "3"}}),
+              "+--------+----+\n"
+              "| name   | n  |\n"
+              "+--------+----+\n"
+              "| a      | 12 |\n"
+              "| longer |  3 |\n"
+              "+--------+----+\n");
+    EXPECT_EQ(with_commas(0), "0");
+    EXPECT_EQ(with_commas(999), "999");
+    EXPECT_EQ(with_commas(1234567), "1,234,567");
+    EXPECT_EQ(duration(45), "45s");
+    EXPECT_EQ(duration(200), "3m20s");
+    EXPECT_EQ(duration(7500), "2h05m");
+    EXPECT_EQ(duration(3 * 86400 + 4 * 3600), "3d04h");
+    EXPECT_EQ(duration(-1), "?");
+    EXPECT_EQ(mebibytes(1048576 * 3 / 2), "1.5");
+}
+
+TEST(RunLog, AResumedRunCutsTheLogBack) {
+    const std::string folder = testing::TempDir() + "mugpt_run_log";
+    std::filesystem::remove_all(folder);
+    RunLog log = run_log_open(folder);
+    run_log_start(log, 0);
+    for (uint64_t step = 1; step <= 5; step++) {
+        run_log_write(log, "train", step, {{"loss", 1.0 / 3.0}});
+        run_log_train_line(log, step, 1.0 / 3.0, 6e-7, 1.5);
+        run_log_validation_line(log, step, 2.0);
+    }
+    run_log_close(log);
+    std::ofstream(folder + "/log.jsonl", std::ios::app)
+        << "{\"type\":\"train\",\"st";  // killed while writing
+
+    log = run_log_open(folder);
+    run_log_start(log, 3);
+    run_log_write(log, "train", 4, {{"loss", 0.25}});
+    run_log_close(log);
+    std::istringstream lines(read_file(folder + "/log.jsonl"));
+    std::vector<uint64_t> steps;
+    for (std::string line; std::getline(lines, line);) {
+        const json object = json::parse(line);
+        steps.push_back(object["step"]);
+        if (object["step"] == 1) {
+            EXPECT_EQ(object["loss"], 1.0 / 3.0);  // full precision
+        }
+    }
+    EXPECT_EQ(steps, (std::vector<uint64_t>{1, 2, 3, 4}));
+    EXPECT_EQ(read_file(folder + "/main.log").find("s:4"), std::string::npos);
+    EXPECT_NE(
+        read_file(folder + "/main.log").find("s:3 trl:0.3333 lr:6.000000e-07 norm:1.50\ns:3 tel:2.0000\n"),
+        std::string::npos);
+
+    // A new run (step 0) starts new files.
+    log = run_log_open(folder);
+    run_log_start(log, 0);
+    run_log_close(log);
+    EXPECT_EQ(read_file(folder + "/log.jsonl"), "");
+    std::filesystem::remove_all(folder);
+}
+
+TEST(RunLog, OneRunAtATime) {
+    const std::string folder = testing::TempDir() + "mugpt_run_lock";
+    RunLog first = run_log_open(folder);
+    EXPECT_NE(error_of([&] { run_log_open(folder); }).find("another run"), std::string::npos);
+    run_log_close(first);
+    RunLog second = run_log_open(folder);
+    run_log_close(second);
+    std::filesystem::remove_all(folder);
+}

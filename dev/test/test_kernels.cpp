@@ -1,0 +1,1346 @@
+// The op suite: every op of kernels/kernels.h against the textbook references in double of reference.h, its
+// gradient also against central differences, at sizes that are multiples of nothing. Each op runs twice on
+// one thread and again on two and three and must give the same bits (run_op); every buffer stands between
+// guards, and what an op overwrites starts as NaN (Buffer, unwritten).
+//
+// The suite knows no backend. A storage type joins it with its name in StorageTypes.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "dev/test/buffers.h"
+#include "dev/test/reference.h"
+#include "kernels/kernels.h"
+
+namespace {
+
+using StorageTypes = testing::Types<float>;
+
+template <typename Storage>
+struct Kernels : testing::Test {};
+TYPED_TEST_SUITE(Kernels, StorageTypes);
+
+template <size_t count>
+using Shapes = std::vector<std::array<size_t, count>>;
+
+// Fan-in scaling keeps products of order 1.
+double fan_in(size_t C) { return 1 / std::sqrt(static_cast<double>(C)); }
+
+const float infinity = std::numeric_limits<float>::infinity();
+const float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+// ---------------------------------------------------------------------------------------------------
+// kernels/dtype.h: every 16-bit pattern, against arithmetic in double
+
+// The value of a pattern of a 16-bit IEEE-like format, from the definition: sign, exponent, fraction.
+template <typename Storage>
+double decode(uint16_t bits) {
+    constexpr int fraction_bits = Format<Storage>::precision - 1;
+    const int exponent_field = (bits & 0x7fff) >> fraction_bits;
+    const int fraction = bits & ((1 << fraction_bits) - 1);
+    const double sign = bits & 0x8000 ? -1 : 1;
+    if (exponent_field > Format<Storage>::max_exponent * 2) {
+        return fraction != 0 ? static_cast<double>(nan_value) : sign * static_cast<double>(infinity);
+    }
+    const int normal_bit = exponent_field > 0 ? 1 << fraction_bits : 0;
+    const int exponent =
+        exponent_field > 0 ? exponent_field - Format<Storage>::max_exponent : Format<Storage>::min_exponent;
+    return sign * std::ldexp(fraction + normal_bit, exponent - fraction_bits);
+}
+
+// x rounded to the format, to nearest with ties to even: scaled so that one unit in the last place is 1.
+template <typename Storage>
+double round_to(double x) {
+    if (!std::isfinite(x) || x == 0) return x;
+    const int exponent = std::max(std::ilogb(x), Format<Storage>::min_exponent);
+    const int last_place = exponent - Format<Storage>::precision + 1;
+    const double result = std::ldexp(std::nearbyint(std::ldexp(x, -last_place)), last_place);
+    const bool overflow = std::abs(result) >= std::ldexp(1.0, Format<Storage>::max_exponent + 1);
+    return overflow ? std::copysign(static_cast<double>(infinity), x) : result;
+}
+
+template <typename Storage>
+void check_conversions() {
+    for (uint32_t pattern = 0; pattern <= 0xffff; ++pattern) {
+        const Storage stored{static_cast<uint16_t>(pattern)};
+        const double expected = decode<Storage>(stored.bits);
+        if (std::isnan(expected)) {
+            ASSERT_TRUE(std::isnan(to_float(stored))) << pattern;
+            ASSERT_TRUE(std::isnan(to_float(from_float<Storage>(to_float(stored))))) << pattern;
+        } else {
+            ASSERT_EQ(to_float(stored), expected) << pattern;
+            ASSERT_EQ(std::signbit(to_float(stored)), std::signbit(expected)) << pattern;
+            ASSERT_EQ(from_float<Storage>(to_float(stored)).bits, stored.bits) << pattern;
+        }
+    }
+    // Floats with every upper half, and lower halves at and beside the ties of both formats.
+    for (uint32_t upper = 0; upper <= 0xffff; ++upper) {
+        for (const uint32_t lower : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u,
+                                     0x7fffu, 0x8000u, 0x8001u, 0xb000u, 0xf000u, 0xffffu}) {
+            const float x = std::bit_cast<float>(upper << 16 | lower);
+            const double actual = decode<Storage>(from_float<Storage>(x).bits);
+            const double expected = round_to<Storage>(x);
+            ASSERT_TRUE(actual == expected || (std::isnan(actual) && std::isnan(expected)))
+                << x << ": " << actual;
+            ASSERT_TRUE(std::isnan(x) || std::signbit(actual) == std::signbit(x)) << x;
+        }
+    }
+}
+
+TEST(Dtype, Bf16ConvertsEveryPattern) { check_conversions<bf16_t>(); }
+TEST(Dtype, Fp16ConvertsEveryPattern) { check_conversions<fp16_t>(); }
+
+// Published corner values: IEEE 754-2019 table 3.5 for binary16; bfloat16 is the upper half of binary32.
+TEST(Dtype, CornerValues) {
+    EXPECT_EQ(to_float(fp16_t{0x7bff}), 65504.0f);
+    EXPECT_EQ(to_float(fp16_t{0x0001}), std::ldexp(1.0f, -24));
+    EXPECT_EQ(to_float(fp16_t{0x3c00}), 1.0f);
+    EXPECT_EQ(from_float<fp16_t>(65519.0f).bits, 0x7bff);
+    EXPECT_EQ(from_float<fp16_t>(65520.0f).bits, 0x7c00);
+    EXPECT_EQ(to_float(bf16_t{0x3f80}), 1.0f);
+    EXPECT_EQ(from_float<bf16_t>(3.14159265f).bits, 0x4049);
+    EXPECT_EQ(from_float<bf16_t>(std::numeric_limits<float>::max()).bits, 0x7f80);
+    EXPECT_EQ(dtype_size(dtype_of<float>()), sizeof(float));
+    EXPECT_EQ(dtype_size(dtype_of<bf16_t>()), sizeof(bf16_t));
+    EXPECT_EQ(dtype_size(dtype_of<fp16_t>()), sizeof(fp16_t));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// kernels/device.h
+
+TEST(Device, MemoryIsAlignedCopiedAndZeroed) {
+    const StreamPointer stream = open_stream();
+    for (const size_t bytes : {size_t{1}, size_t{257}, size_t{5} << 20}) {
+        char* memory = static_cast<char*>(device_malloc(bytes, stream.get()));
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % 256, 0u);
+        const std::vector<char> sent(bytes, 'x');
+        std::vector<char> received(bytes);
+        copy_to_device(memory, sent.data(), bytes, stream.get());
+        copy_to_host(received.data(), memory, bytes, stream.get());
+        EXPECT_EQ(received, sent);
+        device_memset_zero(memory, bytes, stream.get());
+        copy_to_host(received.data(), memory, bytes, stream.get());
+        EXPECT_EQ(received, std::vector<char>(bytes));
+        device_free(memory, stream.get());
+    }
+    EXPECT_EQ(device_malloc(0, stream.get()), nullptr);
+    EXPECT_THROW(device_malloc(SIZE_MAX / 2, stream.get()), Error);
+}
+
+TEST(Device, StreamKnowsItsThreads) {
+    for (const int threads : {1, 2, 3}) {
+        const StreamPointer stream = open_stream(threads);
+        EXPECT_EQ(device_threads(stream.get()), threads);
+        EXPECT_FALSE(device_name(stream.get()).empty());
+        stream_synchronize(stream.get());
+    }
+    EXPECT_GE(device_threads(open_stream(0).get()), 1);
+    expect_refused("--threads", [] { open_stream(-1); });
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Embedding
+
+template <typename Storage>
+void check_embedding(size_t B, size_t T, size_t C, size_t V) {
+    SCOPED_TRACE(testing::Message() << "B " << B << " T " << T << " C " << C << " V " << V);
+    const auto tokens = integers(B * T, 1, V);
+    const auto wte = normal<Storage>(V * C, 2), wpe = normal<Storage>((T + 2) * C, 3);
+    const auto dout = normal<Storage>(B * T * C, 4);
+    const auto dwte = normal<float>(V * C, 5), dwpe = normal<float>((T + 2) * C, 6);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> out(unwritten<Storage>(B * T * C), stream);
+        Buffer<float> dwte_sum(dwte, stream), dwpe_sum(dwpe, stream);
+        embedding_forward<Storage>(out, Buffer(tokens, stream), Buffer(wte, stream), Buffer(wpe, stream), B,
+                                   T, C, stream);
+        embedding_backward<Storage>(dwte_sum, dwpe_sum, Buffer(dout, stream), Buffer(tokens, stream), B, T, C,
+                                    stream);
+        return Outputs{out.values(), dwte_sum.values(), dwpe_sum.values()};
+    });
+    const Vector out = reference::embedding_forward(tokens, doubles(wte), doubles(wpe), B, T, C);
+    expect_close<Storage>("out", outputs[0], out, 1);
+
+    // The order of the sums is promised, so fp32 additions in that order give the same bits.
+    auto dwte_expected = dwte, dwpe_expected = dwpe;
+    for (size_t i = 0; i < B * T; ++i) {
+        for (size_t c = 0; c < C; ++c) {
+            dwte_expected[static_cast<size_t>(tokens[i]) * C + c] += to_float(dout[i * C + c]);
+            dwpe_expected[i % T * C + c] += to_float(dout[i * C + c]);
+        }
+    }
+    expect_same_bits({outputs[1], outputs[2]}, {doubles(dwte_expected), doubles(dwpe_expected)}, "reference");
+}
+
+TYPED_TEST(Kernels, Embedding) {
+    for (const auto& [B, T, C, V] : Shapes<4>{{1, 1, 1, 1},
+                                              {3, 2, 5, 2},
+                                              {2, 17, 8, 3},
+                                              {1, 31, 24, 255},
+                                              {5, 33, 40, 7},
+                                              {7, 63, 129, 65},
+                                              {2, 65, 776, 257}}) {
+        check_embedding<TypeParam>(B, T, C, V);
+    }
+}
+
+TYPED_TEST(Kernels, EmbeddingGradientIsNumeric) {
+    using Storage = TypeParam;
+    const size_t B = 3, T = 4, C = 5, V = 6;
+    const auto tokens = integers(B * T, 1, V);
+    const auto wte = normal<Storage>(V * C, 2), wpe = normal<Storage>(T * C, 3),
+               dout = normal<Storage>(B * T * C, 4);
+    const StreamPointer stream = open_stream();
+    Buffer<float> dwte(std::vector<float>(V * C), stream.get()),
+        dwpe(std::vector<float>(T * C), stream.get());
+    embedding_backward<Storage>(dwte, dwpe, Buffer(dout, stream.get()), Buffer(tokens, stream.get()), B, T, C,
+                                stream.get());
+    const auto loss = [&](const Vector& wte_, const Vector& wpe_) {
+        return reference::dot(doubles(dout), reference::embedding_forward(tokens, wte_, wpe_, B, T, C));
+    };
+    const Vector wte_ = doubles(wte), wpe_ = doubles(wpe);
+    expect_close<float>("dwte", dwte.values(),
+                        reference::numeric_gradient([&](const Vector& x) { return loss(x, wpe_); }, wte_),
+                        B * T);
+    expect_close<float>("dwpe", dwpe.values(),
+                        reference::numeric_gradient([&](const Vector& x) { return loss(wte_, x); }, wpe_), B);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// LayerNorm
+
+// Every N with every C, and one shape with many rows.
+Shapes<2> layernorm_shapes() {
+    Shapes<2> shapes = {{1037, 9}};
+    for (const size_t N : {1, 3, 7, 33, 65, 130}) {
+        for (const size_t C : {1, 5, 8, 24, 40, 129, 264, 776}) shapes.push_back({N, C});
+    }
+    return shapes;
+}
+
+template <typename Storage>
+void check_layernorm_forward(size_t N, size_t C, double mean) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " mean " << mean);
+    const auto x = normal<Storage>(N * C, 1, 1, mean);
+    const auto weight = normal<Storage>(C, 2), bias = normal<Storage>(C, 3);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> out(unwritten<Storage>(N * C), stream);
+        Buffer<float> means(unwritten<float>(N), stream), rstds(unwritten<float>(N), stream);
+        layernorm_forward<Storage>(out, means, rstds, Buffer(x, stream), Buffer(weight, stream),
+                                   Buffer(bias, stream), N, C, stream);
+        return Outputs{out.values(), means.values(), rstds.values()};
+    });
+    const auto expected = reference::layernorm_forward(doubles(x), doubles(weight), doubles(bias), N, C);
+    // fp32 holds the mean, and with it x - mean, to within the mean times the roundoff.
+    const double slack = 1 + std::abs(mean);
+    expect_close<Storage>("out", outputs[0], expected.out, C, slack);
+    expect_close<float>("mean", outputs[1], expected.mean, C);
+    expect_close<float>("rstd", outputs[2], expected.rstd, C, slack);
+}
+
+TYPED_TEST(Kernels, LayerNormForward) {
+    for (const auto& [N, C] : layernorm_shapes()) check_layernorm_forward<TypeParam>(N, C, 2);
+}
+
+// A mean of squares minus a squared mean would lose every digit here.
+TYPED_TEST(Kernels, LayerNormForwardWithLargeMean) { check_layernorm_forward<TypeParam>(7, 129, 1000); }
+
+TYPED_TEST(Kernels, LayerNormOfConstantRowIsBias) {
+    using Storage = TypeParam;
+    const size_t C = 40;
+    const auto x = rounded<Storage>(Vector(C, 3.0)), weight = normal<Storage>(C, 2),
+               bias = normal<Storage>(C, 3);
+    const StreamPointer stream = open_stream();
+    Buffer<Storage> out(unwritten<Storage>(C), stream.get());
+    Buffer<float> mean(unwritten<float>(1), stream.get()), rstd(unwritten<float>(1), stream.get());
+    layernorm_forward<Storage>(out, mean, rstd, Buffer(x, stream.get()), Buffer(weight, stream.get()),
+                               Buffer(bias, stream.get()), 1, C, stream.get());
+    for (size_t c = 0; c < C; ++c) EXPECT_NEAR(out.values()[c], to_double(bias[c]), 1e-3);
+    EXPECT_NEAR(rstd.values()[0], 1 / std::sqrt(1e-5), 1e-3);
+}
+
+template <typename Storage>
+void check_residual_layernorm(size_t N, size_t C) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C);
+    const auto a = normal<Storage>(N * C, 1, 1, 2), b = normal<Storage>(N * C, 2);
+    const auto weight = normal<Storage>(C, 3), bias = normal<Storage>(C, 4);
+    enum class Sum { apart, in_a, in_b };
+    const auto run = [&](Stream* stream, Sum where) {
+        Buffer<Storage> apart(unwritten<Storage>(N * C), stream), a_(a, stream), b_(b, stream);
+        Buffer<Storage> out(unwritten<Storage>(N * C), stream);
+        Buffer<float> mean(unwritten<float>(N), stream), rstd(unwritten<float>(N), stream);
+        Buffer<Storage>& sum = where == Sum::apart ? apart : where == Sum::in_a ? a_ : b_;
+        residual_layernorm_forward<Storage>(sum, out, mean, rstd, a_, b_, Buffer(weight, stream),
+                                            Buffer(bias, stream), N, C, stream);
+        return Outputs{sum.values(), out.values(), mean.values(), rstd.values()};
+    };
+    const Outputs outputs = run_op([&](Stream* stream) { return run(stream, Sum::apart); });
+    Vector sum = doubles(a);
+    for (size_t i = 0; i < N * C; ++i) sum[i] += to_double(b[i]);
+    const auto expected = reference::layernorm_forward(sum, doubles(weight), doubles(bias), N, C);
+    expect_close<Storage>("sum", outputs[0], sum, 1);
+    expect_close<Storage>("out", outputs[1], expected.out, C);
+    expect_close<float>("mean", outputs[2], expected.mean, C);
+    expect_close<float>("rstd", outputs[3], expected.rstd, C);
+
+    const StreamPointer stream = open_stream(2);
+    expect_same_bits(run(stream.get(), Sum::in_a), outputs, "sum in a");
+    expect_same_bits(run(stream.get(), Sum::in_b), outputs, "sum in b");
+}
+
+TYPED_TEST(Kernels, ResidualLayerNormForward) {
+    for (const auto& [N, C] : layernorm_shapes()) check_residual_layernorm<TypeParam>(N, C);
+}
+
+struct Statistics {
+    std::vector<float> mean, rstd;
+};
+
+// The op is given the statistics that the forward kept, in fp32.
+template <typename Storage>
+Statistics statistics(const std::vector<Storage>& x, size_t N, size_t C) {
+    const auto forward = reference::layernorm_forward(doubles(x), Vector(C, 1.0), Vector(C, 0.0), N, C);
+    return {rounded<float>(forward.mean), rounded<float>(forward.rstd)};
+}
+
+template <typename Storage>
+void check_layernorm_backward(size_t N, size_t C) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C);
+    const auto x = normal<Storage>(N * C, 1, 1, 0.3), dout = normal<Storage>(N * C, 2),
+               dx = normal<Storage>(N * C, 3);
+    const auto weight = normal<Storage>(C, 4);
+    const auto dweight = normal<float>(C, 5), dbias = normal<float>(C, 6);
+    const auto kept = statistics(x, N, C);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> dx_sum(dx, stream);
+        Buffer<float> dweight_sum(dweight, stream), dbias_sum(dbias, stream);
+        layernorm_backward<Storage>(dx_sum, dweight_sum, dbias_sum, Buffer(dout, stream), Buffer(x, stream),
+                                    Buffer(kept.mean, stream), Buffer(kept.rstd, stream),
+                                    Buffer(weight, stream), N, C, stream);
+        return Outputs{dx_sum.values(), dweight_sum.values(), dbias_sum.values()};
+    });
+    auto expected = reference::layernorm_backward(doubles(dout), doubles(x), doubles(weight), N, C);
+    for (size_t i = 0; i < N * C; ++i) expected.dx[i] += to_double(dx[i]);
+    for (size_t c = 0; c < C; ++c) {
+        expected.dweight[c] += dweight[c];
+        expected.dbias[c] += dbias[c];
+    }
+    // A row without spread, as every row of one channel, has a large rstd, and rounding errors grow with it.
+    const double slack = std::max(1.0f, *std::max_element(kept.rstd.begin(), kept.rstd.end()));
+    expect_close<Storage>("dx", outputs[0], expected.dx, C, slack);
+    expect_close<float>("dweight", outputs[1], expected.dweight, N);
+    expect_close<float>("dbias", outputs[2], expected.dbias, N);
+}
+
+TYPED_TEST(Kernels, LayerNormBackward) {
+    for (const auto& [N, C] : layernorm_shapes()) check_layernorm_backward<TypeParam>(N, C);
+}
+
+TYPED_TEST(Kernels, LayerNormGradientIsNumeric) {
+    using Storage = TypeParam;
+    const size_t N = 3, C = 7;
+    const auto x = normal<Storage>(N * C, 1), dout = normal<Storage>(N * C, 2);
+    const auto weight = normal<Storage>(C, 3), bias = normal<Storage>(C, 4);
+    const auto kept = statistics(x, N, C);
+    const StreamPointer stream = open_stream();
+    Buffer<Storage> dx(std::vector<Storage>(N * C), stream.get());
+    Buffer<float> dweight(std::vector<float>(C), stream.get()), dbias(std::vector<float>(C), stream.get());
+    layernorm_backward<Storage>(dx, dweight, dbias, Buffer(dout, stream.get()), Buffer(x, stream.get()),
+                                Buffer(kept.mean, stream.get()), Buffer(kept.rstd, stream.get()),
+                                Buffer(weight, stream.get()), N, C, stream.get());
+    const auto loss = [&](const Vector& x_, const Vector& weight_, const Vector& bias_) {
+        return reference::dot(doubles(dout), reference::layernorm_forward(x_, weight_, bias_, N, C).out);
+    };
+    const Vector x_ = doubles(x), weight_ = doubles(weight), bias_ = doubles(bias);
+    const auto numeric = reference::numeric_gradient;
+    expect_close<Storage>("dx", dx.values(),
+                          numeric([&](const Vector& p) { return loss(p, weight_, bias_); }, x_), C);
+    expect_close<float>("dweight", dweight.values(),
+                        numeric([&](const Vector& p) { return loss(x_, p, bias_); }, weight_), N);
+    expect_close<float>("dbias", dbias.values(),
+                        numeric([&](const Vector& p) { return loss(x_, weight_, p); }, bias_), N);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Linear layers
+
+// Every N with every C, each C with many OC; and each dimension once above the cache blocks of a packed GEMM
+// (hundreds of rows and of terms, thousands of columns).
+Shapes<3> linear_shapes() {
+    Shapes<3> shapes = {{1037, 40, 24}, {7, 5, 3101}, {3, 3101, 8}, {130, 776, 776}};
+    const std::vector<size_t> channels = {1, 5, 8, 24, 40, 129, 264, 776};
+    size_t next = 0;
+    for (const size_t N : {1, 3, 7, 33, 65, 130}) {
+        for (const size_t C : channels) shapes.push_back({N, C, channels[next++ * 5 / 8 % channels.size()]});
+    }
+    return shapes;
+}
+
+template <typename Storage>
+void check_linear_forward(size_t N, size_t C, size_t OC, bool with_bias, bool with_gelu) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " OC " << OC << " bias " << with_bias
+                                    << " gelu " << with_gelu);
+    const auto x = normal<Storage>(N * C, 1), weight = normal<Storage>(OC * C, 2, fan_in(C));
+    const auto bias = normal<Storage>(OC, 3);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> out(unwritten<Storage>(N * OC), stream), pre_gelu(unwritten<Storage>(N * OC), stream);
+        Buffer<Storage> bias_(bias, stream);
+        linear_forward<Storage>(out, with_gelu ? pre_gelu.data() : nullptr, Buffer(x, stream),
+                                Buffer(weight, stream), with_bias ? bias_.data() : nullptr, N, C, OC, stream);
+        return Outputs{out.values(), pre_gelu.values()};
+    });
+    const Vector y = reference::linear_forward(doubles(x), doubles(weight),
+                                               with_bias ? doubles(bias) : Vector(OC, 0.0), N, C, OC);
+    if (with_gelu) expect_close<Storage>("pre_gelu", outputs[1], y, C);
+    expect_close<Storage>("out", outputs[0], with_gelu ? reference::map(reference::gelu, y) : y, C);
+}
+
+TYPED_TEST(Kernels, LinearForward) {
+    for (const auto& [N, C, OC] : linear_shapes()) check_linear_forward<TypeParam>(N, C, OC, true, false);
+    check_linear_forward<TypeParam>(33, 129, 65, false, false);
+}
+
+TYPED_TEST(Kernels, LinearForwardWithGelu) {
+    for (const auto& [N, C, OC] : linear_shapes()) check_linear_forward<TypeParam>(N, C, OC, true, true);
+    check_linear_forward<TypeParam>(33, 129, 65, false, true);
+}
+
+// A row's bits do not depend on which other rows the call has: generating one token at a time agrees with
+// evaluating the whole text.
+TYPED_TEST(Kernels, LinearForwardRowsAreIndependent) {
+    using Storage = TypeParam;
+    const size_t N = 130;
+    const StreamPointer stream = open_stream(2);
+    for (const auto& [C, OC] : Shapes<2>{{5, 7}, {129, 65}, {776, 257}}) {
+        const auto x = normal<Storage>(N * C, 1), weight = normal<Storage>(OC * C, 2, fan_in(C));
+        const auto bias = normal<Storage>(OC, 3);
+        Buffer<Storage> x_(x, stream.get()), weight_(weight, stream.get()), bias_(bias, stream.get());
+        Buffer<Storage> out(unwritten<Storage>(N * OC), stream.get()),
+            row_out(unwritten<Storage>(N * OC), stream.get());
+        Buffer<Storage> pre_gelu(unwritten<Storage>(N * OC), stream.get());
+        Buffer<Storage> row_pre_gelu(unwritten<Storage>(N * OC), stream.get());
+        linear_forward<Storage>(out, pre_gelu, x_, weight_, bias_, N, C, OC, stream.get());
+        for (size_t first = 0, rows; first < N; first += rows) {
+            rows = first < 16 ? 1 : std::min(N - first, size_t{3} * first / 16);
+            linear_forward<Storage>(row_out + first * OC, row_pre_gelu + first * OC, x_ + first * C, weight_,
+                                    bias_, rows, C, OC, stream.get());
+        }
+        expect_same_bits({row_out.values(), row_pre_gelu.values()}, {out.values(), pre_gelu.values()},
+                         "rows apart");
+    }
+}
+
+template <typename Storage>
+void check_linear_backward(size_t N, size_t C, size_t OC, bool with_dx, bool with_dbias, bool with_gelu) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " OC " << OC << " dx " << with_dx
+                                    << " dbias " << with_dbias << " gelu " << with_gelu);
+    const auto pre_gelu = normal<Storage>(N * C, 1), dout = normal<Storage>(N * OC, 2);
+    const auto x =
+        with_gelu ? rounded<Storage>(reference::map(reference::gelu, doubles(pre_gelu))) : pre_gelu;
+    const auto weight = normal<Storage>(OC * C, 3, fan_in(OC));
+    const auto dweight = normal<float>(OC * C, 7), dbias = normal<float>(OC, 8);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> dx(unwritten<Storage>(N * C), stream), pre_gelu_(pre_gelu, stream);
+        Buffer<float> dweight_sum(dweight, stream), dbias_sum(dbias, stream);
+        linear_backward<Storage>(with_dx ? dx.data() : nullptr, dweight_sum,
+                                 with_dbias ? dbias_sum.data() : nullptr, Buffer(dout, stream),
+                                 Buffer(x, stream), Buffer(weight, stream),
+                                 with_gelu ? pre_gelu_.data() : nullptr, N, C, OC, stream);
+        return Outputs{dx.values(), dweight_sum.values(), dbias_sum.values()};
+    });
+    if (with_dx) {
+        Vector dx = reference::matmul(doubles(dout), doubles(weight), false, false, N, C, OC);
+        for (size_t i = 0; with_gelu && i < N * C; ++i)
+            dx[i] *= reference::gelu_gradient(to_double(pre_gelu[i]));
+        expect_close<Storage>("dx", outputs[0], dx, OC);
+    }
+    Vector dweight_expected = reference::matmul(doubles(dout), doubles(x), true, false, OC, C, N);
+    for (size_t i = 0; i < OC * C; ++i) dweight_expected[i] += dweight[i];
+    expect_close<float>("dweight", outputs[1], dweight_expected, N);
+    if (with_dbias) {
+        Vector dbias_expected = reference::column_sums(doubles(dout), N, OC);
+        for (size_t o = 0; o < OC; ++o) dbias_expected[o] += dbias[o];
+        expect_close<float>("dbias", outputs[2], dbias_expected, N);
+    }
+}
+
+TYPED_TEST(Kernels, LinearBackward) {
+    for (const auto& [N, C, OC] : linear_shapes())
+        check_linear_backward<TypeParam>(N, C, OC, true, true, false);
+    check_linear_backward<TypeParam>(33, 40, 65, false, true, false);
+    check_linear_backward<TypeParam>(33, 40, 65, true, false, false);
+    check_linear_backward<TypeParam>(33, 40, 65, false, false, false);
+}
+
+TYPED_TEST(Kernels, LinearBackwardWithGelu) {
+    for (const auto& [N, C, OC] : linear_shapes())
+        check_linear_backward<TypeParam>(N, C, OC, true, true, true);
+    check_linear_backward<TypeParam>(33, 40, 65, true, false, true);
+}
+
+TYPED_TEST(Kernels, LinearGradientIsNumeric) {
+    using Storage = TypeParam;
+    const size_t N = 3, C = 5, OC = 7;
+    for (const bool with_gelu : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "gelu " << with_gelu);
+        const auto input = normal<Storage>(N * C, 1), dout = normal<Storage>(N * OC, 2);
+        const auto weight = normal<Storage>(OC * C, 3), bias = normal<Storage>(OC, 4);
+        const auto x = with_gelu ? rounded<Storage>(reference::map(reference::gelu, doubles(input))) : input;
+        const StreamPointer stream = open_stream();
+        Buffer<Storage> dx(unwritten<Storage>(N * C), stream.get()), pre_gelu(input, stream.get());
+        Buffer<float> dweight(std::vector<float>(OC * C), stream.get()),
+            dbias(std::vector<float>(OC), stream.get());
+        linear_backward<Storage>(dx, dweight, dbias, Buffer(dout, stream.get()), Buffer(x, stream.get()),
+                                 Buffer(weight, stream.get()), with_gelu ? pre_gelu.data() : nullptr, N, C,
+                                 OC, stream.get());
+        const auto loss = [&](const Vector& input_, const Vector& weight_, const Vector& bias_) {
+            const Vector x_ = with_gelu ? reference::map(reference::gelu, input_) : input_;
+            return reference::dot(doubles(dout), reference::linear_forward(x_, weight_, bias_, N, C, OC));
+        };
+        const Vector input_ = doubles(input), weight_ = doubles(weight), bias_ = doubles(bias);
+        const auto numeric = reference::numeric_gradient;
+        expect_close<Storage>("dx", dx.values(),
+                              numeric([&](const Vector& p) { return loss(p, weight_, bias_); }, input_), OC);
+        // x is rounded where it stands for a GELU, and with it dweight.
+        expect_close<Storage>("dweight", dweight.values(),
+                              numeric([&](const Vector& p) { return loss(input_, p, bias_); }, weight_), N);
+        expect_close<float>("dbias", dbias.values(),
+                            numeric([&](const Vector& p) { return loss(input_, weight_, p); }, bias_), N);
+    }
+}
+
+// GELU and its gradient, alone: a linear layer whose weight is the identity. n values in rows of C, so that
+// they pass through a vector's lanes and through the tail.
+template <typename Storage>
+std::pair<Vector, Vector> gelu_and_gradient(const std::vector<Storage>& x, size_t C) {
+    const size_t N = x.size() / C;
+    Vector identity(C * C, 0.0);
+    for (size_t c = 0; c < C; ++c) identity[c * C + c] = 1;
+    const auto weight = rounded<Storage>(identity), ones = rounded<Storage>(Vector(N * C, 1.0));
+    const StreamPointer stream = open_stream();
+    Buffer<Storage> out(unwritten<Storage>(N * C), stream.get()),
+        pre_gelu(unwritten<Storage>(N * C), stream.get());
+    Buffer<Storage> dx(unwritten<Storage>(N * C), stream.get());
+    Buffer<float> dweight(std::vector<float>(C * C), stream.get());
+    linear_forward<Storage>(out, pre_gelu, Buffer(x, stream.get()), Buffer(weight, stream.get()), nullptr, N,
+                            C, C, stream.get());
+    linear_backward<Storage>(dx, dweight, nullptr, Buffer(ones, stream.get()), out,
+                             Buffer(weight, stream.get()), pre_gelu, N, C, C, stream.get());
+    EXPECT_EQ(pre_gelu.values(), doubles(x));
+    return {out.values(), dx.values()};
+}
+
+TYPED_TEST(Kernels, GeluAtPublishedValues) {
+    using Storage = TypeParam;
+    const Vector x = {-100, -10, -3, -1, 0, 1, 3, 10, 100};
+    const Vector value = {-0.0, -0.0, -0.0036374, -0.1588080, 0, 0.8411920, 2.9963626, 10, 100};
+    const Vector gradient = {0, 0, -0.0115842, -0.0829641, 0.5, 1.0829641, 1.0115842, 1, 1};
+    const size_t n = x.size();
+    Vector rotated(n * n);  // every value in every column
+    for (size_t i = 0; i < n * n; ++i) rotated[i] = x[(i + i / n) % n];
+    for (const size_t C : {size_t{1}, n}) {
+        const auto [out, dx] = gelu_and_gradient(rounded<Storage>(rotated), C);
+        for (size_t i = 0; i < n * n; ++i) {
+            const size_t k = (i + i / n) % n;
+            const double roundoff = std::is_same_v<Storage, float> ? 0 : unit_roundoff<Storage>();
+            EXPECT_NEAR(out[i], value[k], 1e-6 + roundoff * std::abs(value[k])) << "gelu(" << x[k] << ")";
+            EXPECT_NEAR(dx[i], gradient[k], 1e-6 + roundoff * std::abs(gradient[k]))
+                << "gelu'(" << x[k] << ")";
+        }
+    }
+}
+
+TYPED_TEST(Kernels, GeluEverywhere) {
+    using Storage = TypeParam;
+    Vector x;
+    for (double v = -14; v <= 14; v += 1.0 / 257) x.push_back(v);
+    for (double exponent = -30; exponent <= 1; exponent += 0.1) {
+        x.push_back(std::exp2(exponent));
+        x.push_back(-std::exp2(exponent));
+    }
+    const double huge = std::ldexp(1.0, Format<Storage>::max_exponent - 1);  // its square and cube overflow
+    for (const double v : {huge, -huge, std::sqrt(huge), -std::sqrt(huge)}) x.push_back(v);
+    const auto stored = rounded<Storage>(x);
+    const auto [out, dx] = gelu_and_gradient(stored, 1);
+    const double roundoff = unit_roundoff<Storage>();
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double v = to_double(stored[i]), value = reference::gelu(v),
+                     gradient = reference::gelu_gradient(v);
+        ASSERT_NEAR(out[i], value, 4 * roundoff * (std::abs(value) + std::min(std::abs(v), 1.0))) << v;
+        ASSERT_NEAR(dx[i], gradient, 8 * roundoff) << v;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Attention
+
+// scale is that of q and k: the scores of unit vectors are of order 1; at 6, one token takes all.
+template <typename Storage>
+void check_attention(size_t B, size_t T, size_t C, size_t NH, double scale = 1) {
+    SCOPED_TRACE(testing::Message() << "B " << B << " T " << T << " C " << C << " NH " << NH << " scale "
+                                    << scale);
+    const auto qkv = normal<Storage>(B * T * 3 * C, 1, scale), dout = normal<Storage>(B * T * C, 2);
+    const auto forward = reference::attention_forward(doubles(qkv), B, T, C, NH);
+    const auto kept_out = rounded<Storage>(forward.out);
+    const auto kept_lse = rounded<float>(forward.lse);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> out(unwritten<Storage>(B * T * C), stream),
+            dqkv(unwritten<Storage>(B * T * 3 * C), stream);
+        Buffer<float> lse(unwritten<float>(B * NH * T), stream);
+        attention_forward<Storage>(out, lse, Buffer(qkv, stream), B, T, C, NH, stream);
+        attention_backward<Storage>(dqkv, Buffer(dout, stream), Buffer(kept_out, stream),
+                                    Buffer(kept_lse, stream), Buffer(qkv, stream), B, T, C, NH, stream);
+        return Outputs{out.values(), lse.values(), dqkv.values()};
+    });
+    // fp32 holds a score to within its size times the roundoff, and exp turns that into a relative error.
+    const double slack = std::max(1.0, scale * scale);
+    expect_close<Storage>("out", outputs[0], forward.out, T + C / NH, slack);
+    expect_close<float>("lse", outputs[1], forward.lse, T + C / NH, slack);
+    expect_close<Storage>("dqkv", outputs[2],
+                          reference::attention_backward(doubles(dout), doubles(qkv), B, T, C, NH), T + C / NH,
+                          slack);
+}
+
+// Every T with every head size, over one to three rows and heads.
+TYPED_TEST(Kernels, Attention) {
+    size_t next = 0;
+    for (const size_t T : {1, 2, 17, 31, 33, 63, 64, 65, 100, 128, 200}) {
+        for (const size_t HS : {1, 5, 12, 13, 16, 32, 64, 80, 128, 256}) {
+            const size_t NH = 1 + next % 3, B = 1 + next / 3 % 2;
+            check_attention<TypeParam>(B, T, NH * HS, NH);
+            ++next;
+        }
+    }
+    check_attention<TypeParam>(7, 33, 64, 64);
+}
+
+TYPED_TEST(Kernels, AttentionWithLargeScores) { check_attention<TypeParam>(2, 65, 64, 2, 6); }
+
+// Row t is a function of tokens 0..t alone: changing the later ones leaves its bits.
+TYPED_TEST(Kernels, AttentionIsCausal) {
+    using Storage = TypeParam;
+    const size_t T = 100, C = 48, NH = 3;
+    const StreamPointer stream = open_stream(2);
+    const auto run = [&](const std::vector<Storage>& qkv) {
+        Buffer<Storage> out(unwritten<Storage>(T * C), stream.get());
+        Buffer<float> lse(unwritten<float>(NH * T), stream.get());
+        attention_forward<Storage>(out, lse, Buffer(qkv, stream.get()), 1, T, C, NH, stream.get());
+        return Outputs{out.values(), lse.values()};
+    };
+    const auto qkv = normal<Storage>(T * 3 * C, 1);
+    const Outputs whole = run(qkv);
+    for (const size_t kept : {size_t{1}, size_t{31}, size_t{32}, size_t{64}, size_t{99}}) {
+        SCOPED_TRACE(testing::Message() << "tokens kept " << kept);
+        auto changed = normal<Storage>(T * 3 * C, 2, 5);
+        std::copy_n(qkv.begin(), kept * 3 * C, changed.begin());
+        Outputs some = run(changed);
+        for (size_t h = 0; h < NH; ++h) {
+            std::copy_n(whole[1].begin() + h * T + kept, T - kept, some[1].begin() + h * T + kept);
+        }
+        std::copy(whole[0].begin() + kept * C, whole[0].end(), some[0].begin() + kept * C);
+        expect_same_bits(some, whole, "earlier rows");
+    }
+}
+
+TYPED_TEST(Kernels, AttentionGradientIsNumeric) {
+    using Storage = TypeParam;
+    const size_t B = 2, T = 5, C = 6, NH = 2;
+    const auto qkv = normal<Storage>(B * T * 3 * C, 1), dout = normal<Storage>(B * T * C, 2);
+    const auto forward = reference::attention_forward(doubles(qkv), B, T, C, NH);
+    const StreamPointer stream = open_stream();
+    Buffer<Storage> dqkv(unwritten<Storage>(B * T * 3 * C), stream.get());
+    attention_backward<Storage>(dqkv, Buffer(dout, stream.get()),
+                                Buffer(rounded<Storage>(forward.out), stream.get()),
+                                Buffer(rounded<float>(forward.lse), stream.get()), Buffer(qkv, stream.get()),
+                                B, T, C, NH, stream.get());
+    const auto loss = [&](const Vector& p) {
+        return reference::dot(doubles(dout), reference::attention_forward(p, B, T, C, NH).out);
+    };
+    expect_close<Storage>("dqkv", dqkv.values(), reference::numeric_gradient(loss, doubles(qkv)), T + C / NH);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Head and loss
+
+size_t padded(size_t V) { return (V + 127) / 128 * 128; }
+
+template <typename Storage>
+void check_logits(size_t N, size_t C, size_t V) {
+    const size_t Vp = padded(V);
+    SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " Vp " << Vp);
+    const auto x = normal<Storage>(N * C, 1), weight = normal<Storage>(Vp * C, 2, fan_in(C));
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<float> logits(unwritten<float>(N * Vp), stream);
+        logits_forward<Storage>(logits, Buffer(x, stream), Buffer(weight, stream), N, C, Vp, stream);
+        return Outputs{logits.values()};
+    });
+    expect_close<float>("logits", outputs[0],
+                        reference::matmul(doubles(x), doubles(weight), false, true, N, Vp, C), C);
+}
+
+TYPED_TEST(Kernels, Logits) {
+    check_logits<TypeParam>(1, 1, 1);
+    check_logits<TypeParam>(7, 5, 129);
+    check_logits<TypeParam>(33, 129, 255);
+    check_logits<TypeParam>(130, 776, 63);
+    check_logits<TypeParam>(3, 24, 50257);
+}
+
+// The padding holds NaN here: whatever stands there must not be read into the loss or the gradient.
+std::vector<float> with_padding(const std::vector<float>& logits, size_t N, size_t V, size_t Vp) {
+    auto result = std::vector<float>(N * Vp, nan_value);
+    for (size_t i = 0; i < N; ++i) std::copy_n(logits.begin() + i * V, V, result.begin() + i * Vp);
+    return result;
+}
+
+template <typename Storage>
+Outputs run_cross_entropy(const std::vector<float>& logits, const std::vector<int>& targets, float dloss,
+                          size_t N, size_t V, size_t Vp) {
+    const auto run = [&](Stream* stream, bool with_gradient) {
+        Buffer<float> losses(unwritten<float>(N), stream);
+        Buffer<Storage> dlogits(unwritten<Storage>(N * Vp), stream);
+        cross_entropy<Storage>(losses, with_gradient ? dlogits.data() : nullptr, Buffer(logits, stream),
+                               Buffer(targets, stream), dloss, N, V, Vp, stream);
+        return Outputs{losses.values(), dlogits.values()};
+    };
+    const Outputs outputs = run_op([&](Stream* stream) { return run(stream, true); });
+    const StreamPointer stream = open_stream(2);
+    expect_same_bits({run(stream.get(), false)[0]}, {outputs[0]}, "loss without gradient");
+    if constexpr (std::is_same_v<Storage, float>) {
+        Buffer<float> losses(unwritten<float>(N), stream.get()), in_place(logits, stream.get());
+        cross_entropy<float>(losses, in_place, in_place, Buffer(targets, stream.get()), dloss, N, V, Vp,
+                             stream.get());
+        expect_same_bits({losses.values(), in_place.values()}, outputs, "in place");
+    }
+    return outputs;
+}
+
+template <typename Storage>
+void check_cross_entropy(size_t N, size_t V, double scale, float dloss = 1) {
+    SCOPED_TRACE(testing::Message() << "N " << N << " V " << V << " scale " << scale);
+    const size_t Vp = padded(V);
+    const auto logits = with_padding(normal<float>(N * V, 1, scale), N, V, Vp);
+    auto targets = integers(N, 2, V);
+    targets[0] = static_cast<int>(V) - 1;  // the last real column, next to the padding
+    const Outputs outputs = run_cross_entropy<Storage>(logits, targets, dloss, N, V, Vp);
+    const double slack = std::max(1.0, scale);
+    expect_close<float>("losses", outputs[0],
+                        reference::cross_entropy_forward(doubles(logits), targets, N, V, Vp), 1, slack);
+    const Vector expected = reference::cross_entropy_backward(doubles(logits), targets, dloss, N, V, Vp);
+    expect_close<Storage>("dlogits", outputs[1], expected, 1, slack);
+    for (size_t i = 0; i < N; ++i) {
+        double row_sum = 0;
+        for (size_t v = 0; v < V; ++v) row_sum += outputs[1][i * Vp + v];
+        EXPECT_NEAR(row_sum, 0, 40 * unit_roundoff<Storage>() * dloss);
+        for (size_t v = V; v < Vp; ++v) ASSERT_EQ(outputs[1][i * Vp + v], 0) << "padded column " << v;
+    }
+}
+
+TYPED_TEST(Kernels, CrossEntropy) {
+    for (const size_t V : {1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 257, 8003, 50257, 50304}) {
+        check_cross_entropy<TypeParam>(3, V, 2);
+    }
+    check_cross_entropy<TypeParam>(130, 65, 2, 0.37f / 130);
+    check_cross_entropy<TypeParam>(33, 257, 30);
+}
+
+// A softmax that forgets to subtract the maximum, or a log of a rounded probability, fails here.
+TYPED_TEST(Kernels, CrossEntropyAtExtremes) {
+    using Storage = TypeParam;
+    const size_t N = 4, V = 257, Vp = padded(V);
+    auto logits = normal<float>(N * V, 1, 0.5, -95);
+    logits[1 * V + 7] = 95;  // row 1: the target
+    logits[2 * V + 7] = 95;  // row 2: another token
+    for (size_t v = 0; v < V; ++v)
+        logits[3 * V + v] = v == 5 ? 0 : -infinity;  // row 3: only token 5 is possible
+    const std::vector<int> targets = {256, 7, 8, 5};
+    const auto rows = with_padding(logits, N, V, Vp);
+    const Outputs outputs = run_cross_entropy<Storage>(rows, targets, 1, N, V, Vp);
+    const Vector losses = reference::cross_entropy_forward(doubles(rows), targets, N, V, Vp);
+    for (size_t i = 0; i < N; ++i)
+        EXPECT_NEAR(outputs[0][i], losses[i], 1e-5 * std::max(1.0, losses[i])) << i;
+    const Vector dlogits = reference::cross_entropy_backward(doubles(rows), targets, 1, N, V, Vp);
+    for (size_t i = 0; i < N * Vp; ++i) {
+        ASSERT_NEAR(outputs[1][i], dlogits[i], 1e-5 * std::abs(dlogits[i]) + unit_roundoff<Storage>()) << i;
+    }
+}
+
+TYPED_TEST(Kernels, CrossEntropyGradientIsNumeric) {
+    using Storage = TypeParam;
+    const size_t N = 3, V = 9, Vp = padded(V);
+    const auto values = normal<float>(N * V, 1, 2);
+    const std::vector<int> targets = {0, 8, 4};
+    const StreamPointer stream = open_stream();
+    Buffer<float> losses(unwritten<float>(N), stream.get());
+    Buffer<Storage> dlogits(unwritten<Storage>(N * Vp), stream.get());
+    cross_entropy<Storage>(losses, dlogits, Buffer(with_padding(values, N, V, Vp), stream.get()),
+                           Buffer(targets, stream.get()), 0.7f, N, V, Vp, stream.get());
+    const auto loss = [&](const Vector& logits) {
+        return 0.7f *
+               reference::dot(Vector(N, 1.0), reference::cross_entropy_forward(logits, targets, N, V, V));
+    };
+    const Vector actual = dlogits.values(), numeric = reference::numeric_gradient(loss, doubles(values));
+    Vector expected(N * Vp, 0.0);
+    for (size_t i = 0; i < N * V; ++i) expected[i / V * Vp + i % V] = numeric[i];
+    expect_close<Storage>("dlogits", actual, expected, V);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// NaN and infinity must stay visible: skipped steps and the finite check rely on it
+
+TYPED_TEST(Kernels, NanIsNotSwallowed) {
+    using Storage = TypeParam;
+    const size_t T = 9, C = 40, V = 257, Vp = padded(V), bad = 4;
+    const StreamPointer stream = open_stream();
+    const auto expect_only_bad_row = [&](const char* op, const Vector& out, size_t cols,
+                                         bool later_rows_too = false) {
+        for (size_t i = 0; i < out.size(); ++i) {
+            const bool expected = i / cols == bad || (later_rows_too && i / cols > bad);
+            ASSERT_EQ(std::isnan(out[i]), expected) << op << " row " << i / cols << " column " << i % cols;
+        }
+    };
+    auto x = normal<Storage>(T * C, 1);
+    x[bad * C + 7] = from_float<Storage>(nan_value);
+    const auto weight = normal<Storage>(3 * C * C, 2), ones = rounded<Storage>(Vector(3 * C, 1.0));
+    Buffer<Storage> out(unwritten<Storage>(T * C), stream.get()),
+        pre_gelu(unwritten<Storage>(T * C), stream.get());
+    Buffer<float> mean(unwritten<float>(T), stream.get()), rstd(unwritten<float>(T), stream.get());
+
+    linear_forward<Storage>(out, pre_gelu, Buffer(x, stream.get()), Buffer(weight, stream.get()),
+                            Buffer(ones, stream.get()), T, C, C, stream.get());
+    expect_only_bad_row("linear_forward", out.values(), C);
+    layernorm_forward<Storage>(out, mean, rstd, Buffer(x, stream.get()), Buffer(ones, stream.get()),
+                               Buffer(ones, stream.get()), T, C, stream.get());
+    expect_only_bad_row("layernorm_forward", out.values(), C);
+
+    auto qkv = normal<Storage>(T * 3 * C, 3);
+    Buffer<float> lse(unwritten<float>(T), stream.get());
+    qkv[bad * 3 * C + 7] = from_float<Storage>(nan_value);  // in q: its own row
+    attention_forward<Storage>(out, lse, Buffer(qkv, stream.get()), 1, T, C, 1, stream.get());
+    expect_only_bad_row("attention_forward, q", out.values(), C);
+    qkv[bad * 3 * C + 7] = from_float<Storage>(1);
+    qkv[bad * 3 * C + C + 7] = from_float<Storage>(nan_value);  // in k: every row that sees it
+    attention_forward<Storage>(out, lse, Buffer(qkv, stream.get()), 1, T, C, 1, stream.get());
+    expect_only_bad_row("attention_forward, k", out.values(), C, true);
+
+    auto logits = normal<float>(T * V, 4);
+    logits[bad * V + 7] = nan_value;
+    Buffer<float> losses(unwritten<float>(T), stream.get());
+    Buffer<Storage> dlogits(unwritten<Storage>(T * Vp), stream.get());
+    cross_entropy<Storage>(losses, dlogits, Buffer(with_padding(logits, T, V, Vp), stream.get()),
+                           Buffer(integers(T, 5, V), stream.get()), 1, T, V, Vp, stream.get());
+    expect_only_bad_row("cross_entropy", losses.values(), 1);
+    EXPECT_TRUE(std::isnan(dlogits.values()[bad * Vp]));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Reductions
+
+TEST(Reductions, Sum) {
+    for (const size_t n : {1, 2, 3, 7, 33, 65, 130, 1037, 8003, 1000003}) {
+        const auto x = normal<float>(n, 1, 1, 0.5);
+        const Outputs outputs = run_op([&](Stream* stream) {
+            Buffer<double> out(unwritten<double>(1), stream);
+            sum(out, Buffer(x, stream), n, stream);
+            return Outputs{out.values()};
+        });
+        long double expected = 0, magnitude = 0;
+        for (const float value : x) {
+            expected += value;
+            magnitude += std::abs(value);
+        }
+        EXPECT_NEAR(outputs[0][0], static_cast<double>(expected), 1e-14 * static_cast<double>(magnitude))
+            << n;
+    }
+}
+
+double sum_of_squares_of(const std::vector<float>& x, size_t rows, size_t cols) {
+    return run_op([&](Stream* stream) {
+        Buffer<double> out(unwritten<double>(1), stream);
+        sum_of_squares(out, Buffer(x, stream), rows, cols, stream);
+        return Outputs{out.values()};
+    })[0][0];
+}
+
+TEST(Reductions, SumOfSquares) {
+    for (const auto& [rows, cols] :
+         Shapes<2>{{1, 1}, {3, 7}, {33, 1}, {1, 130}, {65, 129}, {7, 8003}, {1037, 776}}) {
+        const auto x = normal<float>(rows * cols, 1);
+        long double expected = 0;
+        for (const float value : x) expected += static_cast<long double>(value) * value;
+        EXPECT_NEAR(sum_of_squares_of(x, rows, cols), static_cast<double>(expected),
+                    1e-13 * static_cast<double>(expected));
+    }
+}
+
+// Rows are summed one by one and then in order, so that the rows may lie on different ranks.
+TEST(Reductions, SumOfSquaresGoesRowByRow) {
+    const size_t rows = 65, cols = 129;
+    const auto x = normal<float>(rows * cols, 1);
+    double expected = 0;
+    for (size_t i = 0; i < rows; ++i) {
+        expected += sum_of_squares_of({x.begin() + i * cols, x.begin() + (i + 1) * cols}, 1, cols);
+    }
+    EXPECT_EQ(sum_of_squares_of(x, rows, cols), expected);
+}
+
+TEST(Reductions, SumOfSquaresAtExtremes) {
+    const size_t rows = 3, cols = 43;
+    for (const float scale : {1e-30f, 1e30f}) {
+        const double square = static_cast<double>(scale) * scale;
+        EXPECT_NEAR(sum_of_squares_of(std::vector<float>(rows * cols, scale), rows, cols) / square,
+                    rows * cols, 1e-9);
+    }
+    auto mixed = normal<float>(rows * cols, 1);
+    mixed[100] = 1e30f;
+    EXPECT_NEAR(sum_of_squares_of(mixed, rows, cols) / (1e30f * 1e30), 1, 1e-6);
+    for (const float bad : {infinity, -infinity, nan_value}) {
+        for (const size_t where : {size_t{0}, size_t{77}, rows * cols - 1}) {
+            auto x = normal<float>(rows * cols, 1);
+            x[where] = bad;
+            EXPECT_FALSE(std::isfinite(sum_of_squares_of(x, rows, cols))) << bad << " at " << where;
+        }
+    }
+    EXPECT_EQ(sum_of_squares_of(std::vector<float>(rows * cols), rows, cols), 0);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// AdamW
+
+AdamWStep adamw_step(const reference::AdamW& config, int t, double grad_scale = 1) {
+    const auto single = [](double x) { return static_cast<float>(x); };
+    return {.lr = single(config.lr),
+            .beta1 = single(config.beta1),
+            .beta2 = single(config.beta2),
+            .eps = single(config.eps),
+            .weight_decay = single(config.weight_decay),
+            .bias_correction1 = single(1 - std::pow(config.beta1, t)),
+            .bias_correction2 = single(1 - std::pow(config.beta2, t)),
+            .grad_scale = single(grad_scale)};
+}
+
+// Several steps in Storage with a master copy, or in float without; each judged against the reference.
+template <typename Storage>
+void check_adamw(size_t n, bool with_master) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master);
+    const reference::AdamW config{.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+    const double grad_scale = 0.3;
+    const int steps = 5;
+    const auto start = normal<float>(n, 1, 0.02);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> param(rounded<Storage>(doubles(start)), stream);
+        Buffer<float> master(start, stream), m(std::vector<float>(n), stream),
+            v(std::vector<float>(n), stream);
+        for (int t = 1; t <= steps; ++t) {
+            adamw_update<Storage>(param, with_master ? master.data() : nullptr, m, v,
+                                  Buffer(normal<float>(n, 10 + t, 2), stream), n,
+                                  adamw_step(config, t, grad_scale), stream);
+        }
+        return Outputs{param.values(), master.values(), m.values(), v.values()};
+    });
+    Vector p = doubles(start), m(n), v(n);
+    for (int t = 1; t <= steps; ++t) {
+        Vector grad = doubles(normal<float>(n, 10 + t, 2));
+        for (double& g : grad) g *= grad_scale;
+        reference::adamw_update(p, m, v, grad, config, t);
+    }
+    expect_close<Storage>("param", outputs[0], p, steps);
+    expect_close<float>("m", outputs[2], m, steps);
+    expect_close<float>("v", outputs[3], v, steps);
+    if (with_master) {
+        expect_close<float>("master", outputs[1], p, steps);
+        for (size_t i = 0; i < n; ++i) {
+            const Storage expected = from_float<Storage>(static_cast<float>(outputs[1][i]));
+            ASSERT_EQ(outputs[0][i], to_double(expected)) << "param is not the rounded master";
+        }
+    }
+}
+
+TYPED_TEST(Kernels, AdamW) {
+    for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
+        check_adamw<TypeParam>(n, true);
+        if constexpr (std::is_same_v<TypeParam, float>) check_adamw<float>(n, false);
+    }
+}
+
+// n copies of one parameter after `steps` steps with a constant gradient.
+Vector adamw_of_constant(float start, float grad, const reference::AdamW& config, int steps) {
+    const size_t n = 13;
+    const StreamPointer stream = open_stream();
+    Buffer<float> p(std::vector<float>(n, start), stream.get());
+    Buffer<float> m(std::vector<float>(n), stream.get()), v(std::vector<float>(n), stream.get());
+    for (int t = 1; t <= steps; ++t) {
+        adamw_update<float>(p, nullptr, m, v, Buffer(std::vector<float>(n, grad), stream.get()), n,
+                            adamw_step(config, t), stream.get());
+    }
+    return p.values();
+}
+
+// eps is added after the bias correction: before it, a gradient of 1e-8 moves p by 3e-5 or 2e-4 instead.
+TEST(AdamW, EpsilonIsAddedAfterBiasCorrection) {
+    for (const double beta2 : {0.999, 0.95}) {
+        const reference::AdamW config{
+            .lr = 1e-3, .beta1 = 0.9, .beta2 = beta2, .eps = 1e-8, .weight_decay = 0};
+        for (const double p : adamw_of_constant(1, 1e-8f, config, 1))
+            EXPECT_NEAR(1 - p, 5.000e-4, 1e-7) << beta2;
+    }
+}
+
+TEST(AdamW, ZeroGradientDecaysOnly) {
+    reference::AdamW config{.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0};
+    for (const double p : adamw_of_constant(1.7f, 0, config, 3)) EXPECT_EQ(p, 1.7f);
+    config.lr = 1e-2;
+    config.weight_decay = 0.1;
+    for (const double p : adamw_of_constant(1.7f, 0, config, 1))
+        EXPECT_NEAR(p, 1.7f * (1 - 1e-3), 1.7 * 0x1p-23);
+}
+
+TEST(AdamW, ConstantGradientMovesByLr) {
+    const reference::AdamW config{.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0};
+    for (const double p : adamw_of_constant(1, 1, config, 10)) EXPECT_NEAR(p, 1 - 10 * 1e-3, 1e-6);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Muon
+
+TEST(Muon, Momentum) {
+    const double mu = 0.95, grad_scale = 0.3;
+    for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
+        for (const bool nesterov : {false, true}) {
+            SCOPED_TRACE(testing::Message() << "n " << n << " nesterov " << nesterov);
+            const auto start = normal<float>(n, 1);
+            const Outputs outputs = run_op([&](Stream* stream) {
+                Buffer<float> direction(unwritten<float>(n), stream), momentum(start, stream);
+                for (unsigned t = 0; t < 3; ++t) {
+                    muon_momentum(direction, momentum, Buffer(normal<float>(n, 10 + t, 5), stream), n,
+                                  static_cast<float>(mu), nesterov, static_cast<float>(grad_scale), stream);
+                }
+                return Outputs{direction.values(), momentum.values()};
+            });
+            Vector momentum = doubles(start), direction;
+            for (unsigned t = 0; t < 3; ++t) {
+                Vector grad = doubles(normal<float>(n, 10 + t, 5));
+                for (double& g : grad) g *= grad_scale;
+                direction = reference::muon_momentum(momentum, grad, static_cast<float>(mu), nesterov);
+            }
+            expect_close<float>("direction", outputs[0], direction, 3);
+            expect_close<float>("momentum", outputs[1], momentum, 3);
+        }
+    }
+}
+
+// x and the flags.
+template <typename Storage>
+Outputs run_normalize(const std::vector<float>& direction, size_t batch, size_t n, float safety) {
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> x(unwritten<Storage>(batch * n), stream);
+        Buffer<int> degenerate(unwritten<int>(batch), stream);
+        muon_normalize<Storage>(x, degenerate, Buffer(direction, stream), batch, n, safety, stream);
+        return Outputs{x.values(), degenerate.values()};
+    });
+    if constexpr (std::is_same_v<Storage, float>) {
+        const StreamPointer stream = open_stream(2);
+        Buffer<float> in_place(direction, stream.get());
+        Buffer<int> degenerate(unwritten<int>(batch), stream.get());
+        muon_normalize<float>(in_place, degenerate, in_place, batch, n, safety, stream.get());
+        expect_same_bits({in_place.values(), degenerate.values()}, outputs, "in place");
+    }
+    return outputs;
+}
+
+TYPED_TEST(Kernels, MuonNormalize) {
+    const float safety = 1.02f;
+    for (const size_t n : {1, 3, 7, 65, 130, 8003}) {
+        for (const double scale : {1.0, 1e-30, 1e30}) {
+            SCOPED_TRACE(testing::Message() << "n " << n << " scale " << scale);
+            const size_t batch = 3;
+            const auto direction = normal<float>(batch * n, 1, scale);
+            const Outputs outputs = run_normalize<TypeParam>(direction, batch, n, safety);
+            Vector expected = doubles(direction);
+            for (size_t i = 0; i < batch; ++i) {
+                double square = 0;
+                for (size_t j = 0; j < n; ++j) square += expected[i * n + j] * expected[i * n + j];
+                for (size_t j = 0; j < n; ++j) expected[i * n + j] /= safety * std::sqrt(square);
+            }
+            expect_close<TypeParam>("x", outputs[0], expected, 1);
+            EXPECT_EQ(outputs[1], Vector(batch, 0.0));
+        }
+    }
+}
+
+// The six matrices of a batch: ordinary, zero, with a NaN, ordinary, with an infinity, one entry of 1e-30.
+TYPED_TEST(Kernels, MuonNormalizeOfDegenerateMatrices) {
+    using Storage = TypeParam;
+    const size_t batch = 6, n = 67;
+    auto direction = normal<float>(batch * n, 1);
+    std::fill_n(direction.begin() + 1 * n, n, 0.0f);
+    direction[2 * n + 66] = nan_value;
+    direction[4 * n + 13] = -infinity;
+    std::fill_n(direction.begin() + 5 * n, n, 0.0f);
+    direction[5 * n + 13] = -1e-30f;
+    const Outputs outputs = run_normalize<Storage>(direction, batch, n, 1);
+    EXPECT_EQ(outputs[1], (Vector{0, 1, 1, 0, 1, 0}));
+    for (size_t i = 0; i < n; ++i) {
+        for (const size_t matrix : {1, 2, 4}) ASSERT_EQ(outputs[0][matrix * n + i], 0) << matrix;
+        ASSERT_EQ(outputs[0][5 * n + i], i == 13 ? -1 : 0);
+    }
+    for (const size_t matrix : {0, 3}) {
+        const std::vector<float> alone(direction.begin() + matrix * n, direction.begin() + (matrix + 1) * n);
+        const Vector x(outputs[0].begin() + matrix * n, outputs[0].begin() + (matrix + 1) * n);
+        expect_same_bits({x}, {run_normalize<Storage>(alone, 1, n, 1)[0]}, "beside degenerate ones");
+    }
+}
+
+// Runs `op` on matrices first..first+count of 12, in groups of 1, 3 and 12; the bits may not change.
+void expect_batch_independent(const std::function<void(size_t first, size_t count)>& op,
+                              const std::function<Outputs()>& read) {
+    op(0, 12);
+    const Outputs expected = read();
+    for (const size_t count : {1, 3}) {
+        for (size_t first = 0; first < 12; first += count) op(first, count);
+        expect_same_bits(read(), expected, "batches of " + std::to_string(count));
+    }
+}
+
+TYPED_TEST(Kernels, MuonNormalizeIsBatchIndependent) {
+    using Storage = TypeParam;
+    const size_t n = 8003;
+    const StreamPointer stream = open_stream(3);
+    Buffer<float> direction(normal<float>(12 * n, 1), stream.get());
+    Buffer<Storage> x(unwritten<Storage>(12 * n), stream.get());
+    Buffer<int> degenerate(unwritten<int>(12), stream.get());
+    expect_batch_independent(
+        [&](size_t first, size_t count) {
+            muon_normalize<Storage>(x + first * n, degenerate + first, direction + first * n, count, n, 1.02f,
+                                    stream.get());
+        },
+        [&] {
+            return Outputs{x.values(), degenerate.values()};
+        });
+}
+
+template <typename Storage>
+void check_muon_update(size_t n, bool with_master) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master);
+    const double lr = 0.02, scale = 0.2 * std::sqrt(776.0), weight_decay = 0.1;
+    const auto start = normal<float>(n, 1, 0.02), update = normal<float>(n, 2, 0.05);
+    const auto single = [](double x) { return static_cast<float>(x); };
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> param(rounded<Storage>(doubles(start)), stream);
+        Buffer<float> master(start, stream);
+        muon_update<Storage, float>(param, with_master ? master.data() : nullptr, Buffer(update, stream), n,
+                                    single(lr), single(scale), single(weight_decay), stream);
+        return Outputs{param.values(), master.values()};
+    });
+    Vector expected = doubles(start);
+    for (size_t i = 0; i < n; ++i) expected[i] -= lr * weight_decay * expected[i] + lr * scale * update[i];
+    expect_close<Storage>("param", outputs[0], expected, 1);
+    if (with_master) {
+        expect_close<float>("master", outputs[1], expected, 1);
+        for (size_t i = 0; i < n; ++i) {
+            const Storage rounded_master = from_float<Storage>(static_cast<float>(outputs[1][i]));
+            ASSERT_EQ(outputs[0][i], to_double(rounded_master)) << "param is not the rounded master";
+        }
+    }
+}
+
+TYPED_TEST(Kernels, MuonUpdate) {
+    for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
+        check_muon_update<TypeParam>(n, true);
+        if constexpr (std::is_same_v<TypeParam, float>) check_muon_update<float>(n, false);
+    }
+}
+
+// An update's bits may not depend on where in the call its element stands: ranks own different ranges.
+TYPED_TEST(Kernels, UpdatesAreElementwise) {
+    using Storage = TypeParam;
+    const size_t n = 133;
+    const StreamPointer stream = open_stream(2);
+    const auto start = normal<float>(n, 1, 0.02);
+    const reference::AdamW config{.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+    const auto run = [&](size_t piece) {
+        Buffer<Storage> param(rounded<Storage>(doubles(start)), stream.get());
+        Buffer<float> master(start, stream.get()), direction(unwritten<float>(n), stream.get());
+        Buffer<float> m(normal<float>(n, 2), stream.get()), grad(normal<float>(n, 3), stream.get());
+        Buffer<float> v(std::vector<float>(n, 0.7f), stream.get()),
+            momentum(normal<float>(n, 4), stream.get());
+        for (size_t first = 0; first < n; first += piece) {
+            const size_t count = std::min(piece, n - first);
+            adamw_update<Storage>(param + first, master + first, m + first, v + first, grad + first, count,
+                                  adamw_step(config, 2, 0.3), stream.get());
+            muon_momentum(direction + first, momentum + first, grad + first, count, 0.95f, true, 0.3f,
+                          stream.get());
+            muon_update<Storage, float>(param + first, master + first, direction + first, count, 0.02f, 1.7f,
+                                        0.1f, stream.get());
+        }
+        return Outputs{param.values(), master.values(),   m.values(),
+                       v.values(),     momentum.values(), direction.values()};
+    };
+    const Outputs whole = run(n);
+    for (const size_t piece : {1, 3, 8, 17})
+        expect_same_bits(run(piece), whole, "pieces of " + std::to_string(piece));
+}
+
+template <typename Storage>
+void check_gemm(size_t m, size_t n, size_t k, bool transpose_a, bool transpose_b, double alpha, double beta) {
+    SCOPED_TRACE(testing::Message() << "m " << m << " n " << n << " k " << k << " transposes " << transpose_a
+                                    << transpose_b << " alpha " << alpha << " beta " << beta);
+    const size_t batch = 2;
+    const auto a = normal<Storage>(batch * m * k, 1), b = normal<Storage>(batch * k * n, 2, fan_in(k));
+    const auto c = normal<Storage>(batch * m * n, 3);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> d(unwritten<Storage>(batch * m * n), stream), c_(c, stream);
+        gemm_batched<Storage>(d, Buffer(a, stream), Buffer(b, stream), beta != 0 ? c_.data() : nullptr,
+                              transpose_a, transpose_b, m, n, k, static_cast<float>(alpha),
+                              static_cast<float>(beta), batch, stream);
+        return Outputs{d.values()};
+    });
+    Vector expected;
+    for (size_t i = 0; i < batch; ++i) {
+        const std::vector<Storage> a_i(a.begin() + i * m * k, a.begin() + (i + 1) * m * k);
+        const std::vector<Storage> b_i(b.begin() + i * k * n, b.begin() + (i + 1) * k * n);
+        const Vector product =
+            reference::matmul(doubles(a_i), doubles(b_i), transpose_a, transpose_b, m, n, k);
+        for (size_t j = 0; j < m * n; ++j)
+            expected.push_back(alpha * product[j] + beta * to_double(c[i * m * n + j]));
+    }
+    expect_close<Storage>("d", outputs[0], expected, k);
+}
+
+TYPED_TEST(Kernels, GemmBatched) {
+    for (const auto& [m, n, k] : Shapes<3>{{1, 1, 1},
+                                           {3, 5, 7},
+                                           {7, 1, 9},
+                                           {1, 33, 8},
+                                           {65, 40, 33},
+                                           {33, 130, 65},
+                                           {130, 65, 129},
+                                           {129, 264, 776},
+                                           {264, 7, 40}}) {
+        for (const bool transpose_a : {false, true}) {
+            for (const bool transpose_b : {false, true}) {
+                check_gemm<TypeParam>(m, n, k, transpose_a, transpose_b, 1, 0);
+                check_gemm<TypeParam>(m, n, k, transpose_a, transpose_b, -4.775, 3.4445);
+            }
+        }
+    }
+}
+
+TYPED_TEST(Kernels, GemmIsBatchIndependent) {
+    using Storage = TypeParam;
+    const StreamPointer stream = open_stream(3);
+    for (const auto& [m, n, k] : Shapes<3>{{33, 65, 40}, {130, 129, 264}, {7, 8, 776}}) {
+        for (const bool transpose_b : {false, true}) {
+            Buffer<Storage> a(normal<Storage>(12 * m * k, 1), stream.get()),
+                b(normal<Storage>(12 * k * n, 2), stream.get());
+            Buffer<Storage> c(normal<Storage>(12 * m * n, 3), stream.get()),
+                d(unwritten<Storage>(12 * m * n), stream.get());
+            const size_t M = m, N = n, K = k;
+            expect_batch_independent(
+                [&, M, N, K](size_t first, size_t count) {
+                    gemm_batched<Storage>(d + first * M * N, a + first * M * K, b + first * K * N,
+                                          c + first * M * N, false, transpose_b, M, N, K, 0.7f, -0.3f, count,
+                                          stream.get());
+                },
+                [&] { return Outputs{d.values()}; });
+        }
+    }
+}
+
+// Newton-Schulz multiplies a matrix with its own transpose: both operands are one buffer. Equal terms in the
+// same order make the product symmetric to the last bit.
+TYPED_TEST(Kernels, GemmWithItsOwnTranspose) {
+    using Storage = TypeParam;
+    const size_t batch = 3, m = 65, k = 129;
+    const auto x = normal<Storage>(batch * m * k, 1, fan_in(k));
+    for (const bool transpose_a : {false, true}) {
+        const Outputs outputs = run_op([&](Stream* stream) {
+            Buffer<Storage> x_(x, stream), d(unwritten<Storage>(batch * m * m), stream);
+            gemm_batched<Storage>(d, x_, x_, nullptr, transpose_a, !transpose_a, m, m, k, 1, 0, batch,
+                                  stream);
+            return Outputs{d.values()};
+        });
+        for (size_t i = 0; i < batch; ++i) {
+            const Vector x_i =
+                doubles(std::vector<Storage>(x.begin() + i * m * k, x.begin() + (i + 1) * m * k));
+            const Vector d_i(outputs[0].begin() + i * m * m, outputs[0].begin() + (i + 1) * m * m);
+            expect_close<Storage>("d", d_i, reference::matmul(x_i, x_i, transpose_a, !transpose_a, m, m, k),
+                                  k);
+            for (size_t j = 0; j < m * m; ++j) ASSERT_EQ(d_i[j], d_i[j % m * m + j / m]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// What an op refuses. The buffers are larger than any of these calls would touch.
+
+TYPED_TEST(Kernels, ZeroSizesAreRefused) {
+    using Storage = TypeParam;
+    const StreamPointer stream = open_stream();
+    Stream* s = stream.get();
+    Buffer<Storage> p(rounded<Storage>(Vector(4096, 1.0)), s), q(rounded<Storage>(Vector(4096, 1.0)), s);
+    Buffer<float> f(std::vector<float>(4096, 1.0f), s), g(std::vector<float>(4096, 1.0f), s);
+    Buffer<int> ids(std::vector<int>(4096, 0), s);
+    Buffer<double> total(std::vector<double>(1), s);
+    const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0}, 1);
+    for (const size_t which : {0, 1, 2}) {  // each size is 0 in its turn, the others are 2
+        const size_t a = which == 0 ? 0 : 2, b = which == 1 ? 0 : 2, c = which == 2 ? 0 : 2;
+        expect_refused("embedding_forward", [&] { embedding_forward<Storage>(p, ids, q, q, a, b, c, s); });
+        expect_refused("embedding_backward", [&] { embedding_backward<Storage>(f, g, q, ids, a, b, c, s); });
+        expect_refused("linear_forward", [&] { linear_forward<Storage>(p, nullptr, q, q, q, a, b, c, s); });
+        expect_refused("linear_backward",
+                       [&] { linear_backward<Storage>(p, f, g, q, q, q, nullptr, a, b, c, s); });
+        expect_refused("attention_forward", [&] { attention_forward<Storage>(p, f, q, a, b, c, 1, s); });
+        expect_refused("attention_backward",
+                       [&] { attention_backward<Storage>(p, q, q, f, q, a, b, c, 1, s); });
+        expect_refused("gemm_batched",
+                       [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, a, b, c, 1, 0, 1, s); });
+        expect_refused("logits_forward", [&] { logits_forward<Storage>(f, q, q, a, b, 64 * c, s); });
+        expect_refused("cross_entropy", [&] { cross_entropy<Storage>(f, p, g, ids, 1, a, b, 64 * c, s); });
+    }
+    for (const size_t which : {0, 1}) {
+        const size_t a = which == 0 ? 0 : 2, b = which == 1 ? 0 : 2;
+        expect_refused("layernorm_forward", [&] { layernorm_forward<Storage>(p, f, g, q, q, q, a, b, s); });
+        expect_refused("residual_layernorm_forward",
+                       [&] { residual_layernorm_forward<Storage>(p, p, f, g, q, q, q, q, a, b, s); });
+        expect_refused("layernorm_backward",
+                       [&] { layernorm_backward<Storage>(p, f, g, q, q, f, g, q, a, b, s); });
+        expect_refused("sum_of_squares", [&] { sum_of_squares(total, f, a, b, s); });
+        expect_refused("muon_normalize", [&] { muon_normalize<Storage>(p, ids, f, a, b, 1, s); });
+    }
+    expect_refused("sum", [&] { sum(total, f, 0, s); });
+    expect_refused("gemm_batched",
+                   [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 0, 0, s); });
+    expect_refused("adamw_update", [&] { adamw_update<Storage>(p, f, f, f, g, 0, step, s); });
+    expect_refused("muon_momentum", [&] { muon_momentum(f, f, g, 0, 0.95f, true, 1, s); });
+    expect_refused("muon_update", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
+}
+
+TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
+    using Storage = TypeParam;
+    const StreamPointer stream = open_stream();
+    Stream* s = stream.get();
+    Buffer<Storage> p(rounded<Storage>(Vector(4096, 1.0)), s), q(rounded<Storage>(Vector(4096, 1.0)), s);
+    Buffer<float> f(std::vector<float>(4096, 1.0f), s), g(std::vector<float>(4096, 1.0f), s);
+    Buffer<int> ids(std::vector<int>(4096, 0), s);
+    for (const size_t NH : {0, 3, 128}) {  // no head; 64 is no multiple of 3; more heads than channels
+        expect_refused("attention_forward", [&] { attention_forward<Storage>(p, f, q, 1, 2, 64, NH, s); });
+        expect_refused("attention_backward",
+                       [&] { attention_backward<Storage>(p, q, q, f, q, 1, 2, 64, NH, s); });
+    }
+    expect_refused("cross_entropy", [&] { cross_entropy<Storage>(f, p, g, ids, 1, 2, 129, 128, s); });
+    // beta without c; d in place of c.
+    expect_refused("gemm_batched",
+                   [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 1, 1, s); });
+    expect_refused("gemm_batched",
+                   [&] { gemm_batched<Storage>(p, q, q, p, false, false, 2, 2, 2, 1, 1, 1, s); });
+    if constexpr (!std::is_same_v<Storage, float>) {  // a 16-bit parameter needs its master copy
+        const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0}, 1);
+        expect_refused("adamw_update", [&] { adamw_update<Storage>(p, nullptr, f, f, g, 8, step, s); });
+        expect_refused("muon_update", [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, s); });
+    }
+}
+
+}  // namespace

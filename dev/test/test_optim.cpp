@@ -1,0 +1,1252 @@
+// Tests of optim/: schedules, Newton-Schulz, both optimizers, the gradient norm. Judged by published numbers,
+// by hand-computed values, and by plain arithmetic in double: known singular vectors and values, a Jacobi
+// singular value decomposition, the textbook optimizers of reference.h.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "dev/test/buffers.h"
+#include "dev/test/reference.h"
+#include "kernels/kernels.h"
+#include "optim/grad_clip.h"
+#include "optim/muon.h"
+#include "optim/newton_schulz.h"
+#include "optim/optimizer.h"
+#include "optim/schedule.h"
+
+namespace {
+
+const double infinity = std::numeric_limits<double>::infinity();
+const double nan_value = std::numeric_limits<double>::quiet_NaN();
+
+// ---------------------------------------------------------------------------------------------------
+// Matrices in double
+
+struct Matrix {
+    size_t rows, cols;
+    Vector x;
+
+    double& operator()(size_t i, size_t j) { return x[i * cols + j]; }
+    double operator()(size_t i, size_t j) const { return x[i * cols + j]; }
+};
+
+Matrix zeros(size_t rows, size_t cols) { return {rows, cols, Vector(rows * cols, 0.0)}; }
+
+Matrix random_matrix(size_t rows, size_t cols, unsigned seed) {
+    return {rows, cols, doubles(normal<float>(rows * cols, seed))};
+}
+
+Matrix transposed(const Matrix& m) {
+    Matrix result = zeros(m.cols, m.rows);
+    for (size_t i = 0; i < m.rows; ++i) {
+        for (size_t j = 0; j < m.cols; ++j) result(j, i) = m(i, j);
+    }
+    return result;
+}
+
+Matrix operator*(const Matrix& a, const Matrix& b) {
+    return {a.rows, b.cols, reference::matmul(a.x, b.x, false, false, a.rows, b.cols, a.cols)};
+}
+
+Matrix operator*(double factor, Matrix m) {
+    for (double& x : m.x) x *= factor;
+    return m;
+}
+
+Matrix operator+(Matrix a, const Matrix& b) {
+    for (size_t i = 0; i < a.x.size(); ++i) a.x[i] += b.x[i];
+    return a;
+}
+
+double frobenius(const Matrix& m) { return std::sqrt(reference::dot(m.x, m.x)); }
+
+double relative_distance(const Matrix& a, const Matrix& b) { return frobenius(a + -1.0 * b) / frobenius(b); }
+
+// The values as a Buffer of fp32 would hold them.
+Matrix in_fp32(const Matrix& m) { return {m.rows, m.cols, doubles(rounded<float>(m.x))}; }
+
+// (rows, cols) with orthonormal columns, by Gram-Schmidt done twice.
+Matrix orthonormal(size_t rows, size_t cols, unsigned seed) {
+    Matrix q = random_matrix(rows, cols, seed);
+    for (size_t j = 0; j < cols; ++j) {
+        for (size_t k = 0; k < 2 * j; ++k) {
+            double projection = 0;
+            for (size_t i = 0; i < rows; ++i) projection += q(i, j) * q(i, k % j);
+            for (size_t i = 0; i < rows; ++i) q(i, j) -= projection * q(i, k % j);
+        }
+        double square = 0;
+        for (size_t i = 0; i < rows; ++i) square += q(i, j) * q(i, j);
+        for (size_t i = 0; i < rows; ++i) q(i, j) /= std::sqrt(square);
+    }
+    return q;
+}
+
+// U diag(s) V^T
+Matrix compose(const Matrix& u, const Vector& s, const Matrix& v) {
+    Matrix us = u;
+    for (size_t i = 0; i < u.rows; ++i) {
+        for (size_t j = 0; j < u.cols; ++j) us(i, j) *= s[j];
+    }
+    return us * transposed(v);
+}
+
+// n values spaced evenly in the logarithm from 1 down to `lowest`.
+Vector log_spectrum(size_t n, double lowest) {
+    Vector s(n, 1.0);
+    for (size_t i = 1; i < n; ++i)
+        s[i] = std::pow(lowest, static_cast<double>(i) / static_cast<double>(n - 1));
+    return s;
+}
+
+Matrix with_spectrum(size_t rows, size_t cols, const Vector& s, unsigned seed) {
+    return compose(orthonormal(rows, s.size(), seed), s, orthonormal(cols, s.size(), seed + 1));
+}
+
+// Singular values, largest first: one-sided Jacobi (Hestenes 1958) rotates pairs of columns until all are
+// orthogonal; their lengths are the singular values.
+Vector singular_values(const Matrix& m) {
+    Matrix a = m.rows < m.cols ? transposed(m) : m;
+    for (bool rotated = true; rotated;) {
+        rotated = false;
+        for (size_t p = 0; p < a.cols; ++p) {
+            for (size_t q = p + 1; q < a.cols; ++q) {
+                double pp = 0, qq = 0, pq = 0;
+                for (size_t i = 0; i < a.rows; ++i) {
+                    pp += a(i, p) * a(i, p);
+                    qq += a(i, q) * a(i, q);
+                    pq += a(i, p) * a(i, q);
+                }
+                if (std::abs(pq) <= 1e-14 * std::sqrt(pp * qq) || std::abs(pq) < 1e-290) continue;
+                rotated = true;
+                const double cotangent = (qq - pp) / (2 * pq);
+                const double t =
+                    std::copysign(1.0, cotangent) / (std::abs(cotangent) + std::hypot(1.0, cotangent));
+                const double cosine = 1 / std::hypot(1.0, t), sine = t * cosine;
+                for (size_t i = 0; i < a.rows; ++i) {
+                    const double x = a(i, p), y = a(i, q);
+                    a(i, p) = cosine * x - sine * y;
+                    a(i, q) = sine * x + cosine * y;
+                }
+            }
+        }
+    }
+    Vector s(a.cols, 0.0);
+    for (size_t j = 0; j < a.cols; ++j) {
+        for (size_t i = 0; i < a.rows; ++i) s[j] += a(i, j) * a(i, j);
+        s[j] = std::sqrt(s[j]);
+    }
+    std::sort(s.rbegin(), s.rend());
+    return s;
+}
+
+TEST(Helpers, JacobiFindsAKnownSpectrum) {
+    const Vector expected = log_spectrum(12, 1e-6);
+    for (const auto& [rows, cols] : std::vector<std::pair<size_t, size_t>>{{12, 12}, {12, 30}, {30, 12}}) {
+        const Vector found = singular_values(with_spectrum(rows, cols, expected, 1));
+        for (size_t i = 0; i < 12; ++i) EXPECT_NEAR(found[i], expected[i], 1e-13);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Schedules
+
+const std::vector<Schedule> all_schedules = {Schedule::cosine, Schedule::linear, Schedule::constant,
+                                             Schedule::wsd};
+
+// llm.c's cosine, worked out by hand: 10 steps of warm-up in 100, peak 1e-3, down to a tenth.
+TEST(ScheduleTest, CosineLikeLlmc) {
+    const ScheduleConfig config{
+        .kind = Schedule::cosine, .lr = 1e-3, .warmup = 10, .steps = 100, .final_lr_frac = 0.1};
+    EXPECT_DOUBLE_EQ(learning_rate(config, 0), 1e-4);
+    EXPECT_DOUBLE_EQ(learning_rate(config, 4), 5e-4);
+    EXPECT_DOUBLE_EQ(learning_rate(config, 9), 1e-3);
+    EXPECT_DOUBLE_EQ(learning_rate(config, 10), 1e-3);
+    EXPECT_DOUBLE_EQ(learning_rate(config, 55), 5.5e-4);
+    EXPECT_NEAR(learning_rate(config, 99), 1.0027e-4, 1e-8);
+    EXPECT_DOUBLE_EQ(learning_rate(config, 100), 1e-4);
+}
+
+TEST(ScheduleTest, OthersByHand) {
+    ScheduleConfig config{
+        .kind = Schedule::linear, .lr = 2.0, .warmup = 10, .steps = 1010, .final_lr_frac = 0.1};
+    EXPECT_DOUBLE_EQ(learning_rate(config, 260), 2.0 * (0.1 + 0.9 * 0.75));
+    EXPECT_DOUBLE_EQ(learning_rate(config, 1010), 0.2);
+
+    config.kind = Schedule::wsd;
+    EXPECT_EQ(learning_rate(config, 4), 1.0);
+    EXPECT_EQ(learning_rate(config, 500), 2.0);
+    EXPECT_EQ(learning_rate(config, 810), 2.0);                               // x = 0.8
+    EXPECT_NEAR(learning_rate(config, 860), 2.0 * (0.1 + 0.9 * 0.5), 1e-12);  // 1 - sqrt(0.05 / 0.2)
+    EXPECT_NEAR(learning_rate(config, 938), 2.0 * (0.1 + 0.9 * 0.2), 1e-12);  // 1 - sqrt(0.128 / 0.2)
+    EXPECT_DOUBLE_EQ(learning_rate(config, 1010), 0.2);
+
+    config.kind = Schedule::constant;
+    for (const size_t step : {9, 10, 500, 1009, 1010, 5000}) EXPECT_EQ(learning_rate(config, step), 2.0);
+}
+
+// Degenerate lengths, a resume past the end, a warm-up that outlasts the run: nothing may be NaN,
+// negative, above the peak, or zero at the first step; after the warm-up the rate never rises.
+TEST(ScheduleTest, AlwaysBetweenZeroAndThePeak) {
+    const std::vector<std::pair<size_t, size_t>> lengths = {{0, 10}, {10, 10},   {10, 100}, {1, 1},
+                                                            {0, 1},  {200, 100}, {0, 0},    {1, 2}};
+    for (const Schedule kind : all_schedules) {
+        for (const auto& [warmup, steps] : lengths) {
+            for (const double final_frac : {0.0, 0.1, 1.0 / 3.0, 1.0}) {
+                const ScheduleConfig config{
+                    .kind = kind, .lr = 7e-4, .warmup = warmup, .steps = steps, .final_lr_frac = final_frac};
+                SCOPED_TRACE(testing::Message() << "kind " << static_cast<int>(kind) << " warmup " << warmup
+                                                << " steps " << steps << " final " << final_frac);
+                if (steps > 0) {
+                    EXPECT_GT(learning_rate(config, 0), 0.0);
+                }
+                double before = config.lr;
+                for (size_t step = 0; step < 1000; ++step) {
+                    const double lr = learning_rate(config, step);
+                    ASSERT_TRUE(lr >= 0.0 && lr <= config.lr) << lr << " at " << step;
+                    if (step >= warmup) {
+                        ASSERT_LE(lr, before) << "at " << step;
+                        before = lr;
+                    }
+                }
+                const double last = kind == Schedule::constant ? config.lr : config.lr * final_frac;
+                EXPECT_DOUBLE_EQ(learning_rate(config, 1000), last);
+                EXPECT_DOUBLE_EQ(learning_rate(config, size_t{1} << 60), last);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Newton-Schulz: coefficients
+
+using Steps = std::vector<NewtonSchulzStep>;
+
+const NewtonSchulzStep keller{3.4445, -4.7750, 2.0315};
+
+// Sets that others use, for what they do when used as they should or should not be.
+const Steps you_quintic = {{4.0848, -6.8946, 2.9270},
+                           {3.9505, -6.3029, 2.6377},
+                           {3.7418, -5.5913, 2.3037},
+                           {2.8769, -3.1427, 1.2046},
+                           {2.8366, -3.0525, 1.2012}};
+const Steps aol = {{4.0098, -7.0585, 2.4635},
+                   {3.4585, -5.5479, 2.5959},
+                   {2.7573, -3.2939, 1.4254},
+                   {2.7215, -3.0494, 1.3169}};
+
+// The first n of a set that starts again when it is through.
+Steps cycled(const Steps& steps, size_t n) {
+    Steps result;
+    for (size_t i = 0; i < n; ++i) result.push_back(steps[i % steps.size()]);
+    return result;
+}
+
+double compose(const Steps& steps, double s) {
+    for (const NewtonSchulzStep& p : steps) s = p.a * s + p.b * std::pow(s, 3) + p.c * std::pow(s, 5);
+    return s;
+}
+
+void expect_same_steps(const Steps& actual, const Steps& expected, double relative) {
+    ASSERT_EQ(actual.size(), expected.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_NEAR(actual[i].a / expected[i].a, 1.0, relative) << "step " << i;
+        EXPECT_NEAR(actual[i].b / expected[i].b, 1.0, relative) << "step " << i;
+        EXPECT_NEAR(actual[i].c / expected[i].c, 1.0, relative) << "step " << i;
+    }
+}
+
+// The numbers that modded-nanogpt and nanochat print in their sources.
+TEST(PolarExpress, PublishedFiveSteps) {
+    const Steps published = {{8.156554524902461, -22.48329292557795, 15.878769915207462},
+                             {4.042929935166739, -2.808917465908714, 0.5000178451051316},
+                             {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
+                             {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
+                             {2.3465413258596377, -1.7097828382687081, 0.42323551169305323}};
+    expect_same_steps(polar_express(1e-3, 5, 0.02, 0.02), published, 1e-12);
+    expect_same_steps(newton_schulz_set("polar-express", 5), published, 1e-12);
+}
+
+// The list of the authors' own implementation: another cushion, no safety. Its seventh step is so close to
+// the limit that the two solvers agree to fewer digits.
+TEST(PolarExpress, PublishedUnscaledSteps) {
+    const Steps published = {{8.28721201814563, -23.595886519098837, 17.300387312530933},
+                             {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
+                             {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
+                             {3.3184196573706015, -2.488488024314874, 0.51004894012372},
+                             {2.300652019954817, -1.6689039845747493, 0.4188073119525673},
+                             {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
+                             {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
+                             {1.875, -1.25, 0.375}};
+    const Steps generated = polar_express(1e-3, 8, 0.0, 0.02407327424182761);
+    expect_same_steps({generated.begin(), generated.begin() + 6}, {published.begin(), published.begin() + 6},
+                      1e-12);
+    expect_same_steps(generated, published, 1e-8);
+}
+
+// What makes a step the best one: its error alternates in sign, equally large, at four points.
+TEST(PolarExpress, StepsEquioscillate) {
+    const double lower = 0.03;
+    const NewtonSchulzStep p = polar_express(lower, 1, 0.0, 0.0).front();
+    const auto error = [&](double s) { return p.value(s) - 1.0; };
+    std::vector<double> extrema = {error(lower)};
+    for (double s = lower; s < 1.0; s += 1e-4) {
+        const double here = error(s + 1e-4);
+        if ((here - error(s)) * (error(s + 2e-4) - here) < 0 && s + 2e-4 < 1.0) extrema.push_back(here);
+    }
+    extrema.push_back(error(1.0));
+    ASSERT_EQ(extrema.size(), 4u);
+    for (size_t i = 1; i < 4; ++i) EXPECT_NEAR(extrema[i], -extrema[i - 1], 1e-6);
+    EXPECT_LT(extrema[0], 0.0);
+}
+
+// The range of the composed polynomial, computed apart from this project for Keller Jordan's coefficients,
+// You Jiacheng's, and the Polar Express.
+TEST(NewtonSchulzSet, KnownRanges) {
+    struct Case {
+        Steps steps;
+        double lowest, low, high, tolerance;
+    };
+    const Steps keller5(5, keller);
+    const std::vector<Case> cases = {
+        {newton_schulz_set("keller", 3), 1e-2, 0.40, 1.20, 5e-3},
+        {newton_schulz_set("keller", 5), 1e-2, 0.68, 1.13, 5e-3},
+        {newton_schulz_set("keller", 5), 1e-3, 0.47, 1.20, 5e-3},
+        {newton_schulz_set("polar-express", 5), 1e-2, 0.859, 1.141, 5e-4},
+        {newton_schulz_set("polar-express", 5), 1e-3, 0.859, 1.141, 5e-4},
+        {newton_schulz_set("polar-express", 8), 1e-3, 1.0, 1.0, 1e-12},
+        {you_quintic, 1e-2, 0.978, 1.032, 5e-4},
+        {cycled(you_quintic, 6), 1e-2, 0.064, 0.165, 5e-4},
+        {cycled(aol, 5), 1e-2, -1.208, 1.208, 5e-4},
+    };
+    for (size_t i = 0; i < cases.size(); ++i) {
+        const SingularValueRange range = newton_schulz_range(cases[i].steps, cases[i].lowest);
+        EXPECT_NEAR(range.low, cases[i].low, cases[i].tolerance) << "case " << i;
+        EXPECT_NEAR(range.high, cases[i].high, cases[i].tolerance) << "case " << i;
+    }
+    double slope = 1.0;
+    for (const NewtonSchulzStep& p : newton_schulz_set("keller", 5)) slope *= p.a;
+    EXPECT_NEAR(slope, 485, 1);
+    slope = 1.0;
+    for (const NewtonSchulzStep& p : newton_schulz_set("polar-express", 5)) slope *= p.a;
+    EXPECT_NEAR(slope, 989, 1);
+}
+
+TEST(NewtonSchulzSet, LegalStepCounts) {
+    for (int steps = -1; steps <= 12; ++steps) {
+        for (const auto& [name, fewest] : {std::pair{"keller", 3}, std::pair{"polar-express", 5}}) {
+            SCOPED_TRACE(testing::Message() << name << " " << steps);
+            if (steps >= fewest && steps <= 10) {
+                EXPECT_EQ(newton_schulz_set(name, steps).size(), static_cast<size_t>(steps));
+            } else {
+                const std::string option = "--muon-ns-steps " + std::to_string(steps);
+                expect_refused(option.c_str(), [&] { newton_schulz_set(name, steps); });
+            }
+        }
+    }
+    for (const char* name : {"", "Keller", "quintic", "aol"}) {
+        expect_refused("--muon-ns ", [&] { newton_schulz_set(name, 5); });
+    }
+}
+
+// Combinations that trainers have offered and that shrink updates eightfold, overshoot or turn them round.
+TEST(NewtonSchulzSet, GuardRefusesKnownTraps) {
+    const Steps express = newton_schulz_set("polar-express", 5);
+    for (size_t n : {6, 7})
+        expect_refused("you", [&] { newton_schulz_check("you", cycled(you_quintic, n)); });
+    for (size_t n : {4, 5, 6, 7, 8})
+        expect_refused("aol", [&] { newton_schulz_check("aol", cycled(aol, n)); });
+    for (size_t n : {1, 2, 3, 4})
+        expect_refused("cut", [&] { newton_schulz_check("cut", cycled(express, n)); });
+    for (size_t n : {1, 2})
+        expect_refused("keller", [&] { newton_schulz_check("keller", Steps(n, keller)); });
+    expect_refused("empty", [] { newton_schulz_check("empty", {}); });
+    EXPECT_NO_THROW(newton_schulz_check("you", you_quintic));
+    EXPECT_NO_THROW(newton_schulz_check("exact", Steps(12, {2.0, -1.5, 0.5})));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Newton-Schulz: the iteration
+
+const Steps keller5 = newton_schulz_set("keller", 5);
+const Steps express5 = newton_schulz_set("polar-express", 5);
+const Steps express6 = newton_schulz_set("polar-express", 6);  // an even number ends in the other buffer
+
+// Runs newton_schulz on matrices of one shape with exactly the workspace it asks for.
+std::vector<Matrix> orthogonalised_batch(const std::vector<Matrix>& matrices, const Steps& steps,
+                                         Stream* stream) {
+    const size_t batch = matrices.size(), rows = matrices[0].rows, cols = matrices[0].cols;
+    Vector all;
+    for (const Matrix& m : matrices) all.insert(all.end(), m.x.begin(), m.x.end());
+    Buffer<float> x(rounded<float>(all), stream);
+    Buffer<float> workspace(unwritten<float>(newton_schulz_workspace(batch, rows, cols)), stream);
+    std::vector<float> result(all.size());
+    const float* where = newton_schulz(x, workspace, batch, rows, cols, steps, stream);
+    copy_to_host(result.data(), where, result.size() * sizeof(float), stream);
+
+    std::vector<Matrix> split;
+    const Vector values = doubles(result);
+    for (size_t i = 0; i < batch; ++i) {
+        const auto first = values.begin() + static_cast<ptrdiff_t>(i * rows * cols);
+        split.push_back({rows, cols, Vector(first, first + static_cast<ptrdiff_t>(rows * cols))});
+    }
+    return split;
+}
+
+Matrix orthogonalised(const Matrix& m, const Steps& steps) {
+    return orthogonalised_batch({m}, steps, open_stream().get()).front();
+}
+
+const std::vector<std::pair<size_t, size_t>> shapes = {{48, 48}, {37, 101}, {101, 37}, {64, 256}, {256, 64}};
+
+// Every singular value goes where the scalar polynomial takes it, inside the published band, and the singular
+// vectors stay: U^T O V is that diagonal, and nothing lies outside the span of U and V. Far off the diagonal
+// only rounding is left, lifted by the polynomial's slope.
+TEST(NewtonSchulz, KnownSpectrum) {
+    struct Case {
+        const Steps& steps;
+        double low, high;
+    };
+    for (const Case& c : {Case{keller5, 0.681, 1.135}, {express5, 0.858, 1.142}, {express6, 0.997, 1.003}}) {
+        for (const auto& [rows, cols] : shapes) {
+            SCOPED_TRACE(testing::Message() << rows << "x" << cols << ", slope " << c.steps[0].a);
+            const size_t side = std::min(rows, cols);
+            const Vector s = log_spectrum(side, 0.01);
+            const Matrix u = orthonormal(rows, side, 7), v = orthonormal(cols, side, 8);
+            const Matrix o = orthogonalised(compose(u, s, v), c.steps);
+
+            Vector expected(side);
+            for (size_t i = 0; i < side; ++i) expected[i] = compose(c.steps, s[i]);
+            EXPECT_LT(relative_distance(o, compose(u, expected, v)), 3e-5);
+            const Matrix core = transposed(u) * o * v;
+            double worst_off_diagonal = 0;
+            for (size_t i = 0; i < side; ++i) {
+                EXPECT_NEAR(core(i, i), expected[i], 1e-4) << i;
+                for (size_t j = 0; j < side; ++j) {
+                    if (i != j) worst_off_diagonal = std::max(worst_off_diagonal, std::abs(core(i, j)));
+                }
+            }
+            EXPECT_LT(worst_off_diagonal, 1e-4);
+
+            const Vector found = singular_values(o);
+            std::sort(expected.rbegin(), expected.rend());
+            for (size_t i = 0; i < side; ++i) EXPECT_NEAR(found[i], expected[i], 1e-4) << i;
+            EXPECT_GT(found.back(), c.low);
+            EXPECT_LT(found.front(), c.high);
+        }
+    }
+}
+
+// The same polynomial iterated on whole matrices in double, always as written: (X X^T) from the left.
+Matrix newton_schulz_reference(Matrix x, const Steps& steps) {
+    for (const NewtonSchulzStep& p : steps) {
+        const Matrix gram = x * transposed(x);
+        x = p.a * x + p.b * (gram * x) + p.c * (gram * (gram * x));
+    }
+    return x;
+}
+
+TEST(NewtonSchulz, MatchesIterationInDouble) {
+    for (const Steps& steps : {keller5, express5, express6, Steps(3, keller)}) {
+        for (const auto& [rows, cols] : shapes) {
+            const Matrix gaussian = random_matrix(rows, cols, 3);
+            const Matrix x = in_fp32((1 / frobenius(gaussian)) * gaussian);
+            const Matrix o = orthogonalised(x, steps);
+            EXPECT_LT(relative_distance(o, newton_schulz_reference(x, steps)), 3e-5) << rows << "x" << cols;
+        }
+    }
+}
+
+// 30 steps of (2, -1.5, 0.5) in double are the polar factor itself; eight of the Polar Express in fp32 are
+// within its rounding.
+TEST(NewtonSchulz, EightStepsGiveThePolarFactor) {
+    const Matrix x = with_spectrum(30, 50, log_spectrum(30, 0.02), 5);
+    const Matrix polar = newton_schulz_reference(x, Steps(30, {2.0, -1.5, 0.5}));
+    EXPECT_LT(relative_distance(orthogonalised(x, newton_schulz_set("polar-express", 8)), polar), 3e-5);
+}
+
+TEST(NewtonSchulz, TransposeGivesTranspose) {
+    for (const Steps& steps : {keller5, express5}) {
+        const Matrix x = with_spectrum(60, 25, log_spectrum(25, 0.01), 11);
+        EXPECT_LT(
+            relative_distance(transposed(orthogonalised(transposed(x), steps)), orthogonalised(x, steps)),
+            1e-5);
+    }
+}
+
+TEST(NewtonSchulz, BitsDoNotDependOnBatchOrThreads) {
+    for (const auto& [rows, cols] :
+         std::vector<std::pair<size_t, size_t>>{{70, 131}, {131, 70}, {33, 33}, {1, 5}}) {
+        std::vector<Matrix> matrices;
+        for (unsigned i = 0; i < 12; ++i) {
+            const Matrix m = random_matrix(rows, cols, 100 + i);
+            matrices.push_back((1 / frobenius(m)) * m);
+        }
+        std::vector<Matrix> alone;
+        for (const Matrix& m : matrices) alone.push_back(orthogonalised(m, express5));
+        for (const int threads : {1, 2, 3}) {
+            const StreamPointer stream = open_stream(threads);
+            for (const size_t batch : {1, 3, 12}) {
+                const std::vector<Matrix> chunk(matrices.end() - static_cast<ptrdiff_t>(batch),
+                                                matrices.end());
+                const std::vector<Matrix> together = orthogonalised_batch(chunk, express5, stream.get());
+                for (size_t i = 0; i < batch; ++i) {
+                    ASSERT_EQ(together[i].x, alone[12 - batch + i].x)
+                        << rows << "x" << cols << " threads " << threads << " batch " << batch;
+                }
+            }
+        }
+    }
+}
+
+// Normalised and orthogonalised as a Muon step does it; the flag of the norm in *degenerate.
+Matrix normalised_and_orthogonalised(const Matrix& m, const Steps& steps, int* degenerate) {
+    const StreamPointer stream = open_stream(2);
+    Buffer<float> x(rounded<float>(m.x), stream.get());
+    Buffer<int> flag({-1}, stream.get());
+    muon_normalize(x.data(), flag.data(), x.data(), 1, m.x.size(), 1.0f, stream.get());
+    *degenerate = flag.read()[0];
+    return orthogonalised({m.rows, m.cols, x.values()}, steps);
+}
+
+// Inputs that have broken Muon elsewhere, with the values that they must give.
+TEST(NewtonSchulz, DegenerateMatrices) {
+    const double limit = compose(keller5, 1.0);
+    EXPECT_NEAR(limit, 0.696, 1e-3);
+    for (const auto& [rows, cols] : std::vector<std::pair<size_t, size_t>>{{64, 128}, {128, 64}}) {
+        SCOPED_TRACE(testing::Message() << rows << "x" << cols);
+        int degenerate = 0;
+        const auto apply = [&, rows = rows, cols = cols](const auto& entry) {
+            Matrix m = zeros(rows, cols);
+            for (size_t i = 0; i < rows; ++i) {
+                for (size_t j = 0; j < cols; ++j) m(i, j) = entry(i, j);
+            }
+            return normalised_and_orthogonalised(m, keller5, &degenerate);
+        };
+        const auto expect_rank_one = [&](const Matrix& o) {
+            const Vector s = singular_values(o);
+            EXPECT_NEAR(s[0], limit, 1e-3);
+            EXPECT_LT(s[1], 1e-3);
+            EXPECT_EQ(degenerate, 0);
+        };
+        const auto expect_zero_and_flagged = [&](const Matrix& o) {
+            EXPECT_EQ(o.x, Vector(rows * cols, 0.0));
+            EXPECT_EQ(degenerate, 1);
+        };
+        const Matrix random = random_matrix(rows, cols, 21);
+        const auto from_random = [&](size_t i, size_t j) { return random(i, j); };
+
+        expect_zero_and_flagged(apply([](size_t, size_t) { return 0.0; }));
+        expect_zero_and_flagged(
+            apply([&](size_t i, size_t j) { return i + j == 9 ? nan_value : random(i, j); }));
+        expect_zero_and_flagged(
+            apply([&](size_t i, size_t j) { return i + j == 9 ? infinity : random(i, j); }));
+        expect_rank_one(apply([](size_t, size_t) { return 1e-30; }));
+        expect_rank_one(apply([](size_t, size_t) { return 1e30; }));
+        expect_rank_one(apply([](size_t i, size_t j) { return std::sin(i + 1.0) * std::cos(3.0 * j); }));
+
+        const Matrix single = apply([](size_t i, size_t j) { return i == 3 && j == 5 ? -2.5 : 0.0; });
+        EXPECT_NEAR(single(3, 5), -limit, 1e-5);
+        EXPECT_EQ(std::count(single.x.begin(), single.x.end(), 0.0), static_cast<ptrdiff_t>(rows * cols - 1));
+
+        const Matrix zero_row = apply([&](size_t i, size_t j) { return i == 7 ? 0.0 : random(i, j); });
+        for (size_t j = 0; j < cols; ++j) EXPECT_EQ(zero_row(7, j), 0.0);
+        const Matrix equal_rows = apply([&](size_t i, size_t j) { return random(i == 7 ? 8 : i, j); });
+        for (size_t j = 0; j < cols; ++j) EXPECT_NEAR(equal_rows(7, j), equal_rows(8, j), 1e-6);
+        const Vector s = singular_values(equal_rows);
+        EXPECT_LT(s.front(), 1.21);
+        EXPECT_GT(s[s.size() - 2], 0.4);
+        if (rows < cols) {
+            EXPECT_LT(s.back(), 1e-3);
+        }
+
+        // The step does not see the scale: at a power of two not even in rounding.
+        const Matrix plain = apply(from_random);
+        for (const double scale : {0x1p10, 0x1p-10, 0x1p100, 0x1p-100}) {
+            EXPECT_EQ(apply([&](size_t i, size_t j) { return scale * random(i, j); }).x, plain.x) << scale;
+        }
+        for (const double scale : {1e30, 1e-30}) {
+            const Matrix o = apply([&](size_t i, size_t j) { return scale * random(i, j); });
+            EXPECT_LT(relative_distance(o, plain), 1e-5) << scale;
+        }
+    }
+    for (const auto& [rows, cols] : std::vector<std::pair<size_t, size_t>>{{1, 40}, {40, 1}, {1, 1}}) {
+        int degenerate = 0;
+        const Matrix m = random_matrix(rows, cols, 5);
+        const Matrix o = normalised_and_orthogonalised(m, keller5, &degenerate);
+        EXPECT_LT(relative_distance(o, (limit / frobenius(m)) * m), 1e-5);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Optimizers: a table like the model's, and a host-side driver
+
+// GPT-2's tensors, described here once more so that the optimizer is judged apart from the model.
+ParameterTable gpt_like_table(size_t layers, size_t C, size_t vocab_size, size_t padded_vocab, size_t T,
+                              bool tied = true) {
+    ParameterTable table;
+    size_t offset = 0;
+    const auto add = [&](const std::string& name, size_t rows, size_t cols, ParameterGroup group,
+                         bool decay) {
+        Parameter p{};
+        p.name = name;
+        p.rows = p.used_rows = rows;
+        p.cols = cols;
+        p.offset = offset;
+        p.weight_decay = decay;
+        p.group = group;
+        p.blocks = {{"", 0, rows}};
+        offset += (p.size() + 63) / 64 * 64;
+        table.push_back(p);
+    };
+    const auto vector = [&](const std::string& name, size_t n) {
+        add(name, 1, n, ParameterGroup::adamw_scalar, false);
+    };
+    const auto matrix = [&](const std::string& name, size_t rows, size_t cols) {
+        add(name, rows, cols, ParameterGroup::muon, true);
+    };
+    add("wte", padded_vocab, C, ParameterGroup::adamw_embedding, true);
+    table.back().used_rows = vocab_size;
+    add("wpe", T, C, ParameterGroup::adamw_embedding, true);
+    for (size_t l = 0; l < layers; ++l) {
+        const std::string h = "h." + std::to_string(l) + ".";
+        vector(h + "ln_1.weight", C), vector(h + "ln_1.bias", C);
+        matrix(h + "qkv.weight", 3 * C, C);
+        table.back().blocks = {{"q", 0, C}, {"k", C, C}, {"v", 2 * C, C}};
+        vector(h + "qkv.bias", 3 * C);
+        matrix(h + "proj.weight", C, C), vector(h + "proj.bias", C);
+        vector(h + "ln_2.weight", C), vector(h + "ln_2.bias", C);
+        matrix(h + "fc.weight", 4 * C, C), vector(h + "fc.bias", 4 * C);
+        matrix(h + "fcproj.weight", C, 4 * C), vector(h + "fcproj.bias", C);
+    }
+    vector("ln_f.weight", C), vector("ln_f.bias", C);
+    if (!tied) {
+        add("head", padded_vocab, C, ParameterGroup::adamw_head, true);
+        table.back().used_rows = vocab_size;
+    }
+    return table;
+}
+
+constexpr size_t small_C = 24;
+ParameterTable small_table() { return gpt_like_table(2, small_C, 50, 64, 10, false); }
+
+// One model's parameters, gradients and optimizer on a device, with whole tensors and blocks read and written
+// from the host.
+struct Trainer {
+    explicit Trainer(const OptimizerConfig& config, ParameterTable table_ = small_table(), int threads = 1,
+                     size_t extra_workspace = 0)
+        : stream(open_stream(threads)),
+          table(std::move(table_)),
+          optimizer(optimizer_create(config, table, stream.get())),
+          params(table_elements(table)),
+          grads(table_elements(table)),
+          workspace_floats(optimizer_minimum_workspace(optimizer) + extra_workspace) {
+        // Only rows that exist are filled: padding is zero, and alignment gaps do not matter.
+        for (const Parameter& p : table) {
+            const std::vector<float> values = normal<float>(p.used_rows * p.cols, 1000);
+            std::copy(values.begin(), values.end(), params.begin() + static_cast<ptrdiff_t>(p.offset));
+        }
+    }
+    ~Trainer() { optimizer_destroy(optimizer, stream.get()); }
+    Trainer(const Trainer&) = delete;
+    Trainer& operator=(const Trainer&) = delete;
+
+    void random_grads(unsigned seed) {
+        for (const Parameter& p : table) {
+            const std::vector<float> values = normal<float>(p.used_rows * p.cols, seed++);
+            std::copy(values.begin(), values.end(), grads.begin() + static_cast<ptrdiff_t>(p.offset));
+        }
+    }
+
+    // The workspace is handed over full of NaNs, with guards around it and around the arenas.
+    void step(float lr, float grad_scale = 1.0f) {
+        Buffer<float> device_params(params, stream.get()), device_grads(grads, stream.get());
+        Buffer<float> workspace(unwritten<float>(workspace_floats), stream.get());
+        optimizer_step(optimizer, device_params.data(), nullptr, device_grads.data(), lr, grad_scale,
+                       workspace.data(), workspace_floats, stream.get());
+        params = device_params.read();
+        EXPECT_EQ(device_grads.read(), grads) << "the step wrote to the gradients";
+    }
+
+    const OptimizerSlot& slot(const std::string& name, const std::string& block = "") const {
+        for (const OptimizerSlot& s : optimizer.slots) {
+            if (s.parameter->name == name && s.block.name == block) return s;
+        }
+        throw std::runtime_error("no slot " + name + " " + block);
+    }
+    static Matrix read(const std::vector<float>& arena, const OptimizerSlot& s) {
+        const auto first = arena.begin() + static_cast<ptrdiff_t>(s.offset());
+        return {s.block.rows, s.parameter->cols,
+                doubles(std::vector<float>(first, first + static_cast<ptrdiff_t>(s.size())))};
+    }
+    static void write(std::vector<float>& arena, const OptimizerSlot& s, const Matrix& m) {
+        const std::vector<float> values = rounded<float>(m.x);
+        std::copy(values.begin(), values.end(), arena.begin() + static_cast<ptrdiff_t>(s.offset()));
+    }
+
+    StreamPointer stream;
+    ParameterTable table;
+    Optimizer optimizer;
+    std::vector<float> params, grads;
+    size_t workspace_floats;
+};
+
+OptimizerConfig adamw_config() { return {}; }
+
+OptimizerConfig muon_config() {
+    OptimizerConfig config;
+    config.kind = OptimizerKind::muon;
+    return config;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Routing and state
+
+TEST(Routing, AdamWOwnsEverything) {
+    const Trainer trainer(adamw_config());
+    EXPECT_EQ(trainer.optimizer.slots.size(), trainer.table.size() + 2 * 2);  // q, k, v of two layers
+    EXPECT_TRUE(trainer.optimizer.muon_batches.empty());
+    EXPECT_EQ(optimizer_minimum_workspace(trainer.optimizer), 0u);
+    for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+        EXPECT_FALSE(slot.muon);
+        EXPECT_NE(slot.second, nullptr);
+    }
+}
+
+// Every matrix inside the layers goes to Muon, q, k and v apart, and nothing else does.
+TEST(Routing, MuonOwnsTheLayersMatrices) {
+    const Trainer trainer(muon_config());
+    std::set<std::string> muon, adamw;
+    for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+        EXPECT_EQ(slot.second == nullptr, slot.muon);
+        (slot.muon ? muon : adamw).insert(slot.parameter->name + ":" + slot.block.name);
+    }
+    std::set<std::string> expected_muon,
+        expected_adamw = {"wte:", "wpe:", "ln_f.weight:", "ln_f.bias:", "head:"};
+    for (const std::string h : {"h.0.", "h.1."}) {
+        for (const char* name : {"qkv.weight:q", "qkv.weight:k", "qkv.weight:v",
+                                 "proj.weight:", "fc.weight:", "fcproj.weight:"}) {
+            expected_muon.insert(h + name);
+        }
+        for (const char* name : {"ln_1.weight:", "ln_1.bias:", "ln_2.weight:", "ln_2.bias:", "qkv.bias:",
+                                 "proj.bias:", "fc.bias:", "fcproj.bias:"}) {
+            expected_adamw.insert(h + name);
+        }
+    }
+    EXPECT_EQ(muon, expected_muon);
+    EXPECT_EQ(adamw, expected_adamw);
+
+    // Batches: q, k, v, proj of both layers; fc; fcproj.
+    ASSERT_EQ(trainer.optimizer.muon_batches.size(), 3u);
+    EXPECT_EQ(trainer.optimizer.muon_batches[0].size(), 8u);
+    EXPECT_EQ(trainer.optimizer.muon_batches[1].size(), 2u);
+    EXPECT_EQ(trainer.optimizer.muon_batches[2].size(), 2u);
+}
+
+// State vectors are zero at first, aligned to 256 bytes, apart from one another and inside the arena.
+TEST(Routing, StateVectorsAreDisjointAndZero) {
+    for (const OptimizerConfig& config : {adamw_config(), muon_config()}) {
+        const Trainer trainer(config);
+        const float* end = trainer.optimizer.state;
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            for (const float* vector : {slot.first, slot.second}) {
+                if (vector == nullptr) continue;
+                EXPECT_GE(vector, end);
+                EXPECT_EQ((vector - trainer.optimizer.state) % 64, 0);
+                std::vector<float> values(slot.size());
+                copy_to_host(values.data(), vector, values.size() * sizeof(float), trainer.stream.get());
+                EXPECT_EQ(values, std::vector<float>(slot.size(), 0.0f));
+                end = vector + slot.size();
+            }
+        }
+        EXPECT_LE(end, trainer.optimizer.state + trainer.optimizer.state_elements);
+    }
+}
+
+// GPT-2 124M, vocabulary padded to 50304: 0.996 GB for AdamW, 0.656 GB with Muon on 84.9M parameters.
+TEST(Routing, StateBytesOfGpt2) {
+    const ParameterTable table = gpt_like_table(12, 768, 50257, 50304, 1024);
+    const size_t matrices = 12 * 12 * 768 * 768;
+    const size_t others = 50304 * 768 + 1024 * 768 + 12 * 13 * 768 + 2 * 768;
+    const size_t adamw_bytes = optimizer_state_bytes(optimizer_plan(adamw_config(), table));
+    EXPECT_EQ(adamw_bytes, 8 * (matrices + others));
+    EXPECT_NEAR(static_cast<double>(adamw_bytes), 0.996e9, 0.0005e9);
+
+    const Optimizer muon = optimizer_plan(muon_config(), table);
+    const size_t muon_bytes = optimizer_state_bytes(muon);
+    EXPECT_EQ(muon_bytes, 4 * matrices + 8 * others);
+    EXPECT_NEAR(static_cast<double>(muon_bytes), 0.656e9, 0.0005e9);
+    // fc and fcproj need most: direction, result, and two Gram-sized matrices.
+    EXPECT_EQ(optimizer_minimum_workspace(muon), 2 * 4 * 768 * 768 + 2 * 768 * 768u);
+}
+
+TEST(Routing, IllegalSettingsAreRefused) {
+    const ParameterTable table = small_table();
+    const auto refused = [&](const char* option, const auto& change) {
+        OptimizerConfig config = muon_config();
+        change(config);
+        expect_refused(option, [&] { optimizer_plan(config, table); });
+    };
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    for (const float bad : {-0.1f, nan, INFINITY}) {
+        refused("--weight-decay", [&](OptimizerConfig& c) { c.weight_decay = bad; });
+    }
+    for (const float bad : {-0.1f, 1.0f, nan}) {
+        refused("--beta1", [&](OptimizerConfig& c) { c.beta1 = bad; });
+        refused("--beta2", [&](OptimizerConfig& c) { c.beta2 = bad; });
+        refused("--muon-momentum", [&](OptimizerConfig& c) { c.muon_momentum = bad; });
+    }
+    for (const float bad : {-1e-8f, 0.0f, nan}) refused("--eps", [&](OptimizerConfig& c) { c.eps = bad; });
+    refused("--muon-ns", [](OptimizerConfig& c) { c.muon_ns = "quintic"; });
+    refused("--muon-ns-steps", [](OptimizerConfig& c) { c.muon_ns_steps = 4; });
+
+    // Blocks that leave rows out, overlap or reach too far.
+    const size_t C = small_C;
+    for (const std::vector<Block>& blocks : std::vector<std::vector<Block>>{
+             {}, {{"q", 0, C}, {"k", C, C}}, {{"q", 0, 2 * C}, {"v", C, 2 * C}}, {{"q", 0, 4 * C}}}) {
+        ParameterTable broken = table;
+        const auto qkv = std::find_if(broken.begin(), broken.end(),
+                                      [](const Parameter& p) { return p.name == "h.0.qkv.weight"; });
+        qkv->blocks = blocks;
+        expect_refused("h.0.qkv.weight", [&] { optimizer_plan(muon_config(), broken); });
+    }
+}
+
+// With zero gradients only decay moves weights: the 2-D tensors, embeddings included, by exactly 1 - lr wd,
+// with either optimizer. Degenerate updates are counted: each of Muon's twelve matrices.
+TEST(Decay, ZeroGradientsLeaveOnlyDecay) {
+    const float lr = 1e-2f, weight_decay = 0.1f;
+    for (OptimizerConfig config : {adamw_config(), muon_config()}) {
+        config.weight_decay = weight_decay;
+        Trainer trainer(config);
+        const std::vector<float> before = trainer.params;
+        trainer.step(lr);
+        std::set<std::string> changed;
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            const Matrix old_values = trainer.read(before, slot), values = trainer.read(trainer.params, slot);
+            if (values.x == old_values.x) continue;
+            changed.insert(slot.parameter->name);
+            const double factor = 1.0 - static_cast<double>(lr) * static_cast<double>(weight_decay);
+            for (size_t i = 0; i < values.x.size(); ++i) {
+                ASSERT_NEAR(values.x[i], factor * old_values.x[i], 1.2e-7 * std::abs(old_values.x[i]));
+            }
+        }
+        EXPECT_EQ(changed, (std::set<std::string>{"wte", "wpe", "head", "h.0.qkv.weight", "h.0.proj.weight",
+                                                  "h.0.fc.weight", "h.0.fcproj.weight", "h.1.qkv.weight",
+                                                  "h.1.proj.weight", "h.1.fc.weight", "h.1.fcproj.weight"}));
+        EXPECT_EQ(trainer.optimizer.degenerate_updates, config.kind == OptimizerKind::muon ? 12u : 0u);
+    }
+}
+
+TEST(Decay, OffMeansOff) {
+    for (OptimizerConfig config : {adamw_config(), muon_config()}) {
+        config.weight_decay = 0.0f;
+        Trainer trainer(config);
+        const std::vector<float> before = trainer.params;
+        trainer.step(1e-2f);
+        EXPECT_EQ(trainer.params, before);
+    }
+}
+
+// A vocabulary's padding has zero weights and zero gradients, and keeps its zeros.
+TEST(Decay, PaddedRowsStayZero) {
+    for (const OptimizerConfig& config : {adamw_config(), muon_config()}) {
+        Trainer trainer(config);
+        for (unsigned step = 0; step < 10; ++step) {
+            trainer.random_grads(50 * step);
+            trainer.step(1e-2f);
+        }
+        for (const char* name : {"wte", "head"}) {
+            const Matrix m = trainer.read(trainer.params, trainer.slot(name));
+            const size_t used = trainer.slot(name).parameter->used_rows * m.cols;
+            EXPECT_TRUE(std::all_of(m.x.begin(), m.x.begin() + static_cast<ptrdiff_t>(used),
+                                    [](double x) { return x != 0.0; }));
+            EXPECT_TRUE(std::all_of(m.x.begin() + static_cast<ptrdiff_t>(used), m.x.end(),
+                                    [](double x) { return x == 0.0; }));
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// AdamW
+
+// One parameter alone.
+ParameterTable scalar_table() {
+    Parameter p{};
+    p.name = "p";
+    p.rows = p.cols = p.used_rows = 1;
+    p.weight_decay = true;
+    p.group = ParameterGroup::adamw_scalar;
+    p.blocks = {{"", 0, 1}};
+    return {p};
+}
+
+// Epsilon counts after the bias correction. Added before it, the step would be 3.065e-5 and 1.827e-4.
+TEST(AdamW, EpsilonAfterBiasCorrection) {
+    for (const float beta2 : {0.999f, 0.95f}) {
+        OptimizerConfig config = adamw_config();
+        config.beta2 = beta2;
+        config.weight_decay = 0.0f;
+        Trainer trainer(config, scalar_table());
+        trainer.params[0] = 0.0f;  // not 1, where fp32 has only four digits of the change
+        trainer.grads[0] = 1e-8f;
+        trainer.step(1e-3f);
+        EXPECT_NEAR(trainer.params[0], -5.000e-4, 1e-9) << beta2;
+    }
+}
+
+TEST(AdamW, ConstantGradientMovesByTheLearningRate) {
+    OptimizerConfig config = adamw_config();
+    config.weight_decay = 0.0f;
+    Trainer trainer(config, scalar_table());
+    trainer.params[0] = 1.0f;
+    trainer.grads[0] = 1.0f;
+    for (int step = 0; step < 10; ++step) trainer.step(1e-3f);
+    EXPECT_NEAR(trainer.params[0], 1.0 - 10 * 1e-3, 1e-6);
+    EXPECT_EQ(trainer.optimizer.steps, 10u);
+}
+
+// Five steps of every AdamW tensor, with decay and a gradient scale, against the textbook in double.
+TEST(AdamW, MatchesTextbook) {
+    for (const OptimizerConfig& config : {adamw_config(), muon_config()}) {
+        Trainer trainer(config);
+        std::vector<Vector> p, m, v;
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            p.push_back(trainer.read(trainer.params, slot).x);
+            m.emplace_back(slot.size(), 0.0);
+            v.emplace_back(slot.size(), 0.0);
+        }
+        for (int t = 1; t <= 5; ++t) {
+            const float lr = 1e-2f / static_cast<float>(t), grad_scale = 0.5f + 0.1f * static_cast<float>(t);
+            trainer.random_grads(static_cast<unsigned>(100 * t));
+            for (size_t i = 0; i < p.size(); ++i) {
+                const OptimizerSlot& slot = trainer.optimizer.slots[i];
+                const Vector g = (static_cast<double>(grad_scale) * trainer.read(trainer.grads, slot)).x;
+                const reference::AdamW step{lr, config.beta1, config.beta2, config.eps,
+                                            slot.parameter->weight_decay ? config.weight_decay : 0.0f};
+                reference::adamw_update(p[i], m[i], v[i], g, step, t);
+            }
+            trainer.step(lr, grad_scale);
+        }
+        size_t judged = 0;
+        for (size_t i = 0; i < p.size(); ++i) {
+            const OptimizerSlot& slot = trainer.optimizer.slots[i];
+            if (slot.muon) continue;
+            ++judged;
+            const Matrix actual = trainer.read(trainer.params, slot);
+            for (size_t j = 0; j < actual.x.size(); ++j) {
+                ASSERT_NEAR(actual.x[j], p[i][j], 2e-6) << slot.parameter->name << " " << j;
+            }
+        }
+        EXPECT_EQ(judged, config.kind == OptimizerKind::muon ? 21u : trainer.optimizer.slots.size());
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Muon
+
+// The whole step in double, from the formulas.
+struct MuonReference {
+    double lr, weight_decay, mu;
+    bool nesterov;
+    Steps steps;
+    double scale;
+
+    void step(Matrix& w, Matrix& momentum, const Matrix& grad) const {
+        const Matrix direction{w.rows, w.cols, reference::muon_momentum(momentum.x, grad.x, mu, nesterov)};
+        const Matrix o = newton_schulz_reference((1 / frobenius(direction)) * direction, steps);
+        w = (1 - lr * weight_decay) * w + (-lr * scale) * o;
+    }
+};
+
+// Three steps of every Muon matrix: momentum, Nesterov, gradient scale, orthogonalisation, shape factor,
+// decay.
+TEST(Muon, MatchesTextbook) {
+    for (const bool nesterov : {true, false}) {
+        for (const auto& [ns, ns_steps] :
+             {std::pair{"keller", 5}, {"polar-express", 5}, {"polar-express", 6}}) {
+            OptimizerConfig config = muon_config();
+            config.muon_nesterov = nesterov;
+            config.muon_momentum = 0.8f;  // the past shows after three steps
+            config.muon_ns = ns;
+            config.muon_ns_steps = ns_steps;
+            Trainer trainer(config);
+            std::vector<Matrix> w, momentum;
+            for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+                w.push_back(trainer.read(trainer.params, slot));
+                momentum.push_back(zeros(slot.block.rows, slot.parameter->cols));
+            }
+            for (unsigned t = 1; t <= 3; ++t) {
+                const float lr = 0.1f / static_cast<float>(t), grad_scale = 1.0f / static_cast<float>(t);
+                trainer.random_grads(100 * t);
+                for (size_t i = 0; i < w.size(); ++i) {
+                    const OptimizerSlot& slot = trainer.optimizer.slots[i];
+                    if (!slot.muon) continue;
+                    const double longer = static_cast<double>(std::max(w[i].rows, w[i].cols));
+                    const MuonReference muon{lr,
+                                             config.weight_decay,
+                                             config.muon_momentum,
+                                             nesterov,
+                                             trainer.optimizer.newton_schulz,
+                                             0.2 * std::sqrt(longer)};
+                    muon.step(w[i], momentum[i],
+                              static_cast<double>(grad_scale) * trainer.read(trainer.grads, slot));
+                }
+                trainer.step(lr, grad_scale);
+            }
+            for (size_t i = 0; i < w.size(); ++i) {
+                const OptimizerSlot& slot = trainer.optimizer.slots[i];
+                if (!slot.muon) continue;
+                EXPECT_LT(relative_distance(trainer.read(trainer.params, slot), w[i]), 1e-5)
+                    << slot.parameter->name << " " << slot.block.name << ", Nesterov " << nesterov << ", "
+                    << ns;
+            }
+            EXPECT_EQ(trainer.optimizer.degenerate_updates, 0u);
+        }
+    }
+}
+
+// Change of a slot in one step from these gradients, without decay and momentum, at lr = 1.
+Matrix change_of(Trainer& trainer, const OptimizerSlot& slot) {
+    const Matrix before = trainer.read(trainer.params, slot);
+    trainer.step(1.0f);
+    return trainer.read(trainer.params, slot) + -1.0 * before;
+}
+
+OptimizerConfig bare_muon(MuonScale scale) {
+    OptimizerConfig config = muon_config();
+    config.weight_decay = 0.0f;
+    config.muon_momentum = 0.0f;
+    config.muon_scale = scale;
+    return config;
+}
+
+// Every matrix really is orthogonalised: an ill-conditioned gradient moves it in nearly all directions alike,
+// and not along the gradient.
+TEST(Muon, NoMatrixIsSilentlyLeftOut) {
+    size_t tested = 0;
+    const Trainer names(bare_muon(MuonScale::spectral));
+    for (const OptimizerSlot& named : names.optimizer.slots) {
+        if (!named.muon) continue;
+        ++tested;
+        Trainer trainer(bare_muon(MuonScale::spectral));
+        const OptimizerSlot& slot = trainer.slot(named.parameter->name, named.block.name);
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        const Matrix grad =
+            with_spectrum(slot.block.rows, slot.parameter->cols, log_spectrum(small_C, 1e-3), 3);
+        trainer.write(trainer.grads, slot, grad);
+        const double scale = std::sqrt(static_cast<double>(std::max(grad.rows, grad.cols)));
+        const Matrix o = (-1.0 / scale) * change_of(trainer, slot);
+        const Vector s = singular_values(o);
+        EXPECT_LT(s.front(), 1.3);
+        EXPECT_GT(s[s.size() / 2], 0.6);
+        const double cosine = reference::dot(o.x, grad.x) / (frobenius(o) * frobenius(grad));
+        EXPECT_GT(cosine, 0.1) << "not a descent direction";
+        EXPECT_LT(cosine, 0.9) << named.parameter->name;
+    }
+    EXPECT_EQ(tested, 12u);
+}
+
+// Gradients whose singular values are all equal: the spectral norm of the change is the shape's factor times
+// the polynomial's value at 1/sqrt(C), the same for all four of a layer's matrices.
+TEST(Muon, ScaleOfEveryShape) {
+    const double value = compose(express5, 1 / std::sqrt(static_cast<double>(small_C)));
+    const double C = small_C;
+    struct Case {
+        MuonScale mode;
+        double square, fc, fcproj;
+    };
+    for (const Case& c : {Case{MuonScale::original, 1, 2, 1},
+                          {MuonScale::match_rms, 0.2 * std::sqrt(C), 0.4 * std::sqrt(C), 0.4 * std::sqrt(C)},
+                          {MuonScale::spectral, std::sqrt(C), 2 * std::sqrt(C), 2 * std::sqrt(C)},
+                          {MuonScale::unit_rms, 1, 2, 0.5}}) {
+        Trainer trainer(bare_muon(c.mode));
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            const Vector ones(small_C, 1.0);
+            if (slot.muon)
+                trainer.write(trainer.grads, slot,
+                              with_spectrum(slot.block.rows, slot.parameter->cols, ones, 9));
+        }
+        trainer.step(1.0f);
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            if (!slot.muon) continue;
+            const std::string& name = slot.parameter->name;
+            const bool fc = name.ends_with("fc.weight"), fcproj = name.ends_with("fcproj.weight");
+            const double expected = value * (fc ? c.fc : fcproj ? c.fcproj : c.square);
+            const Vector s = singular_values(trainer.read(trainer.params, slot));
+            EXPECT_NEAR(s.front() / expected, 1.0, 1e-4) << name << " " << slot.block.name;
+            EXPECT_NEAR(s.back() / expected, 1.0, 1e-4) << name << " " << slot.block.name;
+        }
+    }
+    EXPECT_FLOAT_EQ(muon_scale_factor(MuonScale::match_rms, 3072, 768), 0.2f * std::sqrt(3072.0f));
+    EXPECT_FLOAT_EQ(muon_scale_factor(MuonScale::original, 768, 3072), 1.0f);
+}
+
+// match_rms: the update's root mean square is 0.2 lr, AdamW's, up to the polynomial's band.
+TEST(Muon, MatchRmsHasAdamWsUpdateSize) {
+    for (const auto& [ns, low, high] :
+         {std::tuple{"polar-express", 0.858, 1.142}, {"keller", 0.681, 1.135}}) {
+        OptimizerConfig config = bare_muon(MuonScale::match_rms);
+        config.muon_ns = ns;
+        Trainer trainer(config);
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            const Vector s = log_spectrum(small_C, 0.05);
+            if (slot.muon)
+                trainer.write(trainer.grads, slot,
+                              with_spectrum(slot.block.rows, slot.parameter->cols, s, 9));
+        }
+        const float lr = 6e-4f;
+        trainer.step(lr);
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            if (!slot.muon) continue;
+            const double rms =
+                frobenius(trainer.read(trainer.params, slot)) / std::sqrt(static_cast<double>(slot.size()));
+            EXPECT_GT(rms / static_cast<double>(lr), 0.2 * low) << slot.parameter->name;
+            EXPECT_LT(rms / static_cast<double>(lr), 0.2 * high) << slot.parameter->name;
+        }
+    }
+}
+
+// q, k and v are matrices of their own: a q gradient 1000 times as large changes no bit of k and v, and
+// hardly q itself.
+TEST(Muon, QueryGradientsDoNotTouchKeys) {
+    std::vector<Matrix> changes[2];
+    for (const int large : {0, 1}) {
+        Trainer trainer(bare_muon(MuonScale::original));
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        trainer.random_grads(77);
+        const OptimizerSlot& q = trainer.slot("h.0.qkv.weight", "q");
+        if (large == 1) trainer.write(trainer.grads, q, 1000.0 * trainer.read(trainer.grads, q));
+        trainer.step(1.0f);
+        for (const char* block : {"q", "k", "v"}) {
+            changes[large].push_back(trainer.read(trainer.params, trainer.slot("h.0.qkv.weight", block)));
+            EXPECT_LT(singular_values(changes[large].back()).front(), 1.142) << block;
+        }
+    }
+    EXPECT_LT(relative_distance(changes[1][0], changes[0][0]), 1e-4);
+    EXPECT_EQ(changes[1][1].x, changes[0][1].x);
+    EXPECT_EQ(changes[1][2].x, changes[0][2].x);
+}
+
+// Muon does not see the size of the gradients, so a wrong gradient scale cannot change its step.
+TEST(Muon, GradientScaleDoesNotMatter) {
+    std::vector<float> results[2];
+    for (const int scaled : {0, 1}) {
+        Trainer trainer(muon_config());
+        for (unsigned step = 0; step < 3; ++step) {
+            trainer.random_grads(300 + 50 * step);
+            trainer.step(0.1f, scaled == 1 ? 0x1p-12f : 1.0f);
+        }
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            if (!slot.muon) continue;
+            const Matrix m = trainer.read(trainer.params, slot);
+            results[scaled].insert(results[scaled].end(), m.x.begin(), m.x.end());
+        }
+    }
+    EXPECT_EQ(results[0], results[1]);
+}
+
+// A NaN in one matrix's gradient: that matrix only decays, is counted, and touches no other.
+TEST(Muon, NonFiniteGradientGivesACountedZeroUpdate) {
+    Trainer good(muon_config()), bad(muon_config());
+    for (Trainer* trainer : {&good, &bad}) trainer->random_grads(5);
+    const OptimizerSlot& hit = bad.slot("h.0.qkv.weight", "k");
+    bad.grads[hit.offset() + 11] = std::numeric_limits<float>::quiet_NaN();
+    const Matrix before = bad.read(bad.params, hit);
+    Buffer<float> params(bad.params, bad.stream.get()), grads(bad.grads, bad.stream.get());
+    Buffer<float> workspace(unwritten<float>(bad.workspace_floats), bad.stream.get());
+    optimizer_step(bad.optimizer, params.data(), nullptr, grads.data(), 0.1f, 1.0f, workspace.data(),
+                   bad.workspace_floats, bad.stream.get());
+    bad.params = params.read();
+    good.step(0.1f);
+    EXPECT_EQ(bad.optimizer.degenerate_updates, 1u);
+    EXPECT_LT(relative_distance(bad.read(bad.params, hit), (1 - 0.1 * 0.1) * before), 1e-6);
+    for (const OptimizerSlot& slot : bad.optimizer.slots) {
+        if (&slot != &hit) {
+            EXPECT_EQ(bad.read(bad.params, slot).x, good.read(good.params, slot).x);
+        }
+    }
+}
+
+// However many matrices share a batch, and at any number of threads: the same bits. A workspace too small
+// for one matrix is refused before anything moves.
+TEST(Muon, WorkspaceAndThreadsDoNotChangeBits) {
+    const auto trained = [](size_t extra_workspace, int threads) {
+        Trainer trainer(muon_config(), gpt_like_table(3, 40, 50, 64, 10), threads, extra_workspace);
+        for (unsigned step = 0; step < 3; ++step) {
+            trainer.random_grads(60 * step);
+            trainer.step(0.02f, 0.7f);
+        }
+        return trainer.params;
+    };
+    const std::vector<float> expected = trained(0, 1);
+    for (const size_t extra : {20000, 100000, 1000000}) EXPECT_EQ(trained(extra, 1), expected) << extra;
+    for (const int threads : {2, 3}) EXPECT_EQ(trained(100000, threads), expected) << threads;
+
+    Trainer trainer(muon_config());
+    trainer.random_grads(1);
+    trainer.workspace_floats--;
+    const std::vector<float> before = trainer.params;
+    expect_refused("workspace", [&] { trainer.step(0.1f); });
+    EXPECT_EQ(trainer.params, before);
+    EXPECT_EQ(trainer.optimizer.steps, 0u);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The gradient norm and clipping
+
+double norm_of(const Trainer& trainer, int threads = 1) {
+    const StreamPointer stream = open_stream(threads);
+    Buffer<float> grads(trainer.grads, stream.get());
+    Buffer<double> sums(unwritten<double>(table_blocks(trainer.table)), stream.get());
+    return global_grad_norm(grads, trainer.table, sums, stream.get());
+}
+
+TEST(GradientNorm, MatchesDouble) {
+    Trainer trainer(adamw_config());
+    EXPECT_EQ(table_blocks(trainer.table), trainer.optimizer.slots.size());
+    EXPECT_EQ(norm_of(trainer), 0.0);
+    trainer.random_grads(9);
+    // What lies in the alignment gaps is no gradient.
+    const Parameter& last = trainer.table.back();
+    for (size_t i = last.offset + last.size(); i < trainer.grads.size(); ++i) trainer.grads[i] = 1e20f;
+    double square = 0;
+    for (const Parameter& p : trainer.table) {
+        for (size_t i = 0; i < p.size(); ++i) {
+            square += std::pow(static_cast<double>(trainer.grads[p.offset + i]), 2);
+        }
+    }
+    const double norm = norm_of(trainer);
+    EXPECT_NEAR(norm / std::sqrt(square), 1.0, 1e-13);
+    for (const int threads : {2, 3}) EXPECT_EQ(norm_of(trainer, threads), norm);
+}
+
+TEST(GradientNorm, ExtremeEntries) {
+    Trainer trainer(adamw_config());
+    trainer.grads[0] = 3e30f;
+    trainer.grads[trainer.table[5].offset] = 4e30f;
+    EXPECT_NEAR(norm_of(trainer) / 5e30, 1.0, 1e-7);
+    trainer.grads[0] = 3e-30f;
+    trainer.grads[trainer.table[5].offset] = 4e-30f;
+    EXPECT_NEAR(norm_of(trainer) / 5e-30, 1.0, 1e-7);
+    for (const double bad : {nan_value, infinity, -infinity}) {
+        trainer.grads[trainer.table.back().offset + 3] = static_cast<float>(bad);
+        EXPECT_FALSE(std::isfinite(norm_of(trainer))) << bad;
+    }
+}
+
+TEST(GradientNorm, ClipFactor) {
+    EXPECT_EQ(clip_factor(0.5, 1.0), 1.0f);
+    EXPECT_EQ(clip_factor(0.0, 1.0), 1.0f);
+    EXPECT_FLOAT_EQ(clip_factor(4.0, 1.0), 0.25f);
+    EXPECT_FLOAT_EQ(clip_factor(1e30, 1.0), 1e-30f);
+    EXPECT_EQ(clip_factor(1e30, 0.0), 1.0f);  // off
+    EXPECT_TRUE(std::isnan(clip_factor(nan_value, 1.0)));
+}
+
+}  // namespace

@@ -1,0 +1,569 @@
+// The program as a user runs it, in processes of its own: training, resume, signals, kills, bad input.
+// Each test works in a fresh folder; the program is the one beside this test.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "data/token_files.h"
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using std::chrono::milliseconds;
+
+namespace {
+
+std::string program() { return (fs::read_symlink("/proc/self/exe").parent_path() / "train_gpt").string(); }
+
+struct Result {
+    int status = -1;  // exit status, or -signal
+    std::string out, err;
+};
+
+std::string read_file(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+// A folder that is gone when the test ends.
+struct Folder {
+    fs::path path;
+    Folder() {
+        std::string pattern = (fs::temp_directory_path() / "mugpt_program_XXXXXX").string();
+        path = mkdtemp(pattern.data());
+    }
+    ~Folder() {
+        std::error_code ignored;
+        fs::permissions(path, fs::perms::owner_all, ignored);
+        fs::remove_all(path, ignored);
+    }
+    std::string operator/(const std::string& name) const { return (path / name).string(); }
+};
+
+// Starts the program with stdout and stderr into files of `folder`.
+pid_t start(const Folder& folder, const std::vector<std::string>& arguments,
+            rlim_t file_limit = RLIM_INFINITY) {
+    const pid_t pid = fork();
+    if (pid != 0) return pid;
+    const int out = open((folder / "stdout").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
+    const int err = open((folder / "stderr").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
+    dup2(out, STDOUT_FILENO);
+    dup2(err, STDERR_FILENO);
+    if (file_limit != RLIM_INFINITY) {
+        const rlimit limit = {file_limit, file_limit};
+        setrlimit(RLIMIT_FSIZE, &limit);
+    }
+    std::vector<std::string> all = {program()};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    std::vector<char*> argv;
+    for (std::string& argument : all) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    execv(argv[0], argv.data());
+    _exit(127);
+}
+
+Result finish(const Folder& folder, pid_t pid) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), read_file(folder / "stdout"),
+            read_file(folder / "stderr")};
+}
+
+Result run(const Folder& folder, const std::vector<std::string>& arguments) {
+    return finish(folder, start(folder, arguments));
+}
+
+// Tokens that a model can learn from: a noisy walk over the vocabulary.
+void write_shard(const std::string& path, size_t count, uint32_t vocab, unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<uint32_t> tokens(count);
+    for (size_t i = 0; i < count; i++) {
+        tokens[i] = i > 0 && random() % 4 != 0 ? (tokens[i - 1] * 5 + 1) % vocab : random() % vocab;
+    }
+    token_file_write(path, tokens, 2);
+}
+
+using Arguments = std::vector<std::string>;
+
+// A model that trains in milliseconds a step, on two shards whose epoch ends inside a step.
+Arguments tiny(const Folder& folder, const std::string& out, const Arguments& more = {}) {
+    if (!fs::exists(folder / "data_train_000.bin")) {
+        write_shard(folder / "data_train_000.bin", 1500, 101, 1);
+        write_shard(folder / "data_train_001.bin", 999, 101, 2);
+        write_shard(folder / "data_val_000.bin", 700, 101, 3);
+    }
+    Arguments arguments = {"--train-data",
+                           folder / "data_train_*.bin",
+                           "--val-data",
+                           folder / "data_val_*.bin",
+                           "--out",
+                           folder / out,
+                           "--layers",
+                           "2",
+                           "--heads",
+                           "3",
+                           "--channels",
+                           "48",
+                           "--seq-len",
+                           "24",
+                           "--vocab-size",
+                           "101",
+                           "--batch-size",
+                           "4",
+                           "--tokens-per-step",
+                           "288",
+                           "--steps",
+                           "20",
+                           "--lr",
+                           "3e-3",
+                           "--warmup",
+                           "4",
+                           "--val-every",
+                           "7",
+                           "--sample-tokens",
+                           "5",
+                           "--checkpoint-every",
+                           "0",
+                           "--threads",
+                           "2"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+}
+
+// The training lines of a log without the fields that hold times.
+std::vector<std::string> training_lines(const std::string& folder) {
+    std::vector<std::string> lines;
+    std::ifstream file(folder + "/log.jsonl");
+    for (std::string line; std::getline(file, line);) {
+        json object = json::parse(line);
+        if (object["type"] != "train" && object["type"] != "val") continue;
+        for (const char* time : {"ms", "optimizer_ms", "tokens_per_second", "mfu", "peak_bytes"})
+            object.erase(time);
+        lines.push_back(object.dump());
+    }
+    return lines;
+}
+
+std::string one_line(std::string text) {
+    if (!text.empty() && text.back() == '\n') text.pop_back();
+    return text;
+}
+
+// The program ends with status 1 and one line on stderr that holds each of `words`.
+void expect_rejected(const Folder& folder, const Arguments& arguments,
+                     const std::vector<std::string>& words) {
+    const auto begin = std::chrono::steady_clock::now();
+    const Result result = run(folder, arguments);
+    const std::string line = one_line(result.err);
+    EXPECT_EQ(result.status, 1) << line;
+    EXPECT_FALSE(line.empty());
+    EXPECT_EQ(line.find('\n'), std::string::npos) << line;
+    for (const std::string& word : words)
+        EXPECT_NE(line.find(word), std::string::npos) << word << " in: " << line;
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
+}  // namespace
+
+TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
+    for (const std::string optimizer : {"adamw", "muon"}) {
+        Folder folder;
+        const Result straight = run(folder, tiny(folder, "straight", {"--optimizer", optimizer}));
+        ASSERT_EQ(straight.status, 0) << straight.err;
+        const auto expected = training_lines(folder / "straight");
+        ASSERT_EQ(expected.size(), 20u + 4u);  // 20 steps; validation at 0, 7, 14, 20
+        // 97 rows make 24 micro-batches an epoch, 3 a step: step 8 ends epoch 1, step 9 begins epoch 2.
+        for (const char* at : {"1", "7", "8", "9", "13", "19"}) {
+            const std::string out = std::string("resumed") + at;
+            // The first half ends at step `at` as by a signal, on the schedule of the whole run.
+            Arguments first =
+                tiny(folder, out, {"--optimizer", optimizer, "--checkpoint-every", at, "--keep", "0"});
+            // (given twice would be refused: take the first --checkpoint-every out)
+            const auto twice = std::find(first.begin(), first.end(), "--checkpoint-every");
+            first.erase(twice, twice + 2);
+            ASSERT_EQ(run(folder, first).status, 0);
+            // Drop everything after `at`, as if the process had been killed right after that save.
+            for (const auto& entry : fs::directory_iterator(folder / out)) {
+                const std::string name = entry.path().filename().string();
+                if (name.starts_with("step_") && std::stoul(name.substr(5)) != std::stoul(at)) {
+                    fs::remove_all(entry.path());
+                }
+            }
+            const Result resumed = run(folder, {"--out", folder / out, "--resume"});
+            ASSERT_EQ(resumed.status, 0) << resumed.err;
+            EXPECT_EQ(training_lines(folder / out), expected) << optimizer << " at " << at;
+            for (const char* file : {"model.safetensors", "optimizer_000.safetensors"}) {
+                EXPECT_EQ(read_file(folder / (out + "/step_00000020/" + file)),
+                          read_file(folder / (std::string("straight/step_00000020/") + file)))
+                    << optimizer << " at " << at;
+            }
+        }
+    }
+}
+
+TEST(Program, ThreadsDoNotChangeTheBits) {
+    Folder folder;
+    for (const std::string threads : {"1", "2", "3"}) {
+        Arguments arguments = tiny(folder, "threads" + threads, {"--optimizer", "muon"});
+        *(std::find(arguments.begin(), arguments.end(), "--threads") + 1) = threads;
+        ASSERT_EQ(run(folder, arguments).status, 0);
+        EXPECT_EQ(training_lines(folder / ("threads" + threads)), training_lines(folder / "threads1"));
+    }
+}
+
+TEST(Program, ValidationSamplesAndCheckpointsDoNotDisturbTraining) {
+    Folder folder;
+    const auto losses = [&](const std::string& out, const Arguments& changes) {
+        Arguments arguments = tiny(folder, out);
+        for (size_t i = 0; i < changes.size(); i += 2) {
+            const auto at = std::find(arguments.begin(), arguments.end(), changes[i]);
+            if (at != arguments.end()) {
+                *(at + 1) = changes[i + 1];
+            } else {
+                arguments.insert(arguments.end(), {changes[i], changes[i + 1]});
+            }
+        }
+        EXPECT_EQ(run(folder, arguments).status, 0);
+        std::vector<std::string> lines;
+        for (const std::string& line : training_lines(folder / out)) {
+            if (json::parse(line)["type"] == "train") lines.push_back(line);
+        }
+        EXPECT_EQ(lines.size(), 20u);
+        return lines;
+    };
+    const auto plain = losses("plain", {"--val-every", "0", "--sample-tokens", "0"});
+    EXPECT_EQ(losses("validated", {"--val-every", "1"}), plain);
+    EXPECT_EQ(losses("sampled", {"--sample-every", "1"}), plain);
+    EXPECT_EQ(losses("saved", {"--checkpoint-every", "1"}), plain);
+}
+
+TEST(Program, LearnsAndWritesItsLogs) {
+    Folder folder;
+    const Result result = run(folder, tiny(folder, "run", {"--optimizer", "muon"}));
+    ASSERT_EQ(result.status, 0) << result.err;
+    EXPECT_NE(result.out.find("Muon"), std::string::npos);
+    std::ifstream file(folder / "run/log.jsonl");
+    std::vector<json> lines;
+    for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
+    EXPECT_EQ(lines.front()["type"], "config");
+    EXPECT_EQ(lines.front()["options"]["lr"], 3e-3);
+    EXPECT_EQ(lines.back()["type"], "done");
+    std::vector<double> losses;
+    for (const json& line : lines) {
+        if (line["type"] != "train") continue;
+        for (const char* key : {"loss", "grad_norm", "lr", "tokens_per_second", "ms", "optimizer_ms", "mfu",
+                                "bytes_sent", "peak_bytes", "loss_scale", "skipped"}) {
+            EXPECT_TRUE(line.contains(key)) << key;
+        }
+        losses.push_back(line["loss"]);
+    }
+    EXPECT_NEAR(losses.front(), std::log(101.0), 0.1);
+    EXPECT_LT(losses.back(), losses.front() - 0.5);
+    const std::string main_log = read_file(folder / "run/main.log");
+    EXPECT_NE(main_log.find("s:0 tel:"), std::string::npos);
+    EXPECT_NE(main_log.find("s:20 trl:"), std::string::npos);
+}
+
+TEST(Program, AFinishedRunResumesToNothing) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
+    const auto before = fs::last_write_time(folder / "run/step_00000020/state.json");
+    const std::string log = read_file(folder / "run/log.jsonl");
+    const Result again = run(folder, tiny(folder, "run", {"--resume"}));
+    EXPECT_EQ(again.status, 0) << again.err;
+    EXPECT_EQ(fs::last_write_time(folder / "run/step_00000020/state.json"), before);
+    EXPECT_EQ(read_file(folder / "run/log.jsonl"), log);
+}
+
+TEST(Program, ResumeSaysWhatChangedAndRefusesWhatCannot) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
+    const Result longer = run(folder, {"--out", folder / "run", "--resume", "--steps", "25", "--lr", "1e-3"});
+    EXPECT_EQ(longer.status, 0) << longer.err;
+    EXPECT_NE(longer.out.find("--steps: 20 -> 25"), std::string::npos) << longer.out;
+    EXPECT_NE(longer.out.find("--lr"), std::string::npos);
+    expect_rejected(folder, {"--out", folder / "run", "--resume", "--steps", "30", "--channels", "96"},
+                    {"--channels"});
+    expect_rejected(folder, {"--out", folder / "run", "--resume", "--steps", "30", "--optimizer", "muon"},
+                    {"--optimizer", "muon"});
+    expect_rejected(folder, {"--out", folder / "run", "--resume", "--steps", "30", "--batch-size", "3"},
+                    {"--new-data"});
+    // Without --resume the folder is not touched.
+    expect_rejected(folder, tiny(folder, "run"), {"--out", "--resume"});
+}
+
+TEST(Program, ChangedDataAreNoticedOnResume) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
+    const Arguments resume = {"--out", folder / "run", "--resume", "--steps", "22"};
+    fs::rename(folder / "data_train_001.bin", folder / "data_train_002.bin");
+    expect_rejected(folder, resume, {"--train-data", "--new-data"});
+    fs::rename(folder / "data_train_002.bin", folder / "data_train_001.bin");
+    write_shard(folder / "data_train_001.bin", 500, 101, 2);  // shorter
+    expect_rejected(folder, resume, {"--train-data", "--new-data"});
+    Arguments anew = resume;
+    anew.push_back("--new-data");
+    const Result result = run(folder, anew);
+    EXPECT_EQ(result.status, 0) << result.err;
+    EXPECT_NE(result.out.find("beginning"), std::string::npos);
+}
+
+TEST(Program, SignalsFinishTheStepSaveAndExitCleanly) {
+    for (const int signal : {SIGTERM, SIGINT}) {
+        Folder folder;
+        Arguments arguments = tiny(folder, "run", {"--log-every", "1"});
+        *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
+        const pid_t pid = start(folder, arguments);
+        for (int i = 0; i < 200 && read_file(folder / "stdout").find("step      5/") == std::string::npos;
+             i++) {
+            std::this_thread::sleep_for(milliseconds(50));
+        }
+        kill(pid, signal);
+        const Result result = finish(folder, pid);
+        EXPECT_EQ(result.status, 0) << result.err;
+        EXPECT_NE(result.out.find("stopped by a signal after step"), std::string::npos);
+        size_t checkpoints = 0;
+        for (const auto& entry : fs::directory_iterator(folder / "run")) {
+            checkpoints += entry.path().filename().string().starts_with("step_");
+        }
+        EXPECT_EQ(checkpoints, 1u);
+        EXPECT_EQ(run(folder, {"--out", folder / "run", "--resume", "--steps", "1"}).status, 0);
+    }
+}
+
+TEST(Program, SlowTwentyKillsWhileSavingLoseNoCheckpoint) {
+    Folder folder;
+    Arguments arguments = tiny(folder, "run", {"--resume"});
+    *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
+    *(std::find(arguments.begin(), arguments.end(), "--checkpoint-every") + 1) = "1";
+    std::mt19937 random(7);
+    uint64_t newest = 0;
+    for (int i = 0; i < 20; i++) {
+        const pid_t pid = start(folder, arguments);
+        std::this_thread::sleep_for(milliseconds(400 + random() % 400));
+        // The last step that said "checkpoint saved" must still be there after the kill.
+        kill(pid, SIGKILL);
+        const Result killed = finish(folder, pid);
+        ASSERT_EQ(killed.status, -SIGKILL) << killed.err;
+        for (size_t at = killed.out.find("| checkpoint saved"); at != std::string::npos;
+             at = killed.out.find("| checkpoint saved", at + 1)) {
+            newest = std::stoul(killed.out.substr(killed.out.rfind("step ", at) + 5));
+        }
+        if (newest == 0) continue;
+        const Result resumed = run(folder, {"--out", folder / "run", "--resume", "--steps", "1"});
+        ASSERT_EQ(resumed.status, 0) << resumed.err;
+        const size_t from = resumed.out.find("resuming from");
+        ASSERT_NE(from, std::string::npos) << resumed.out;
+        EXPECT_GE(std::stoul(resumed.out.substr(resumed.out.find("step_", from) + 5)), newest);
+    }
+    EXPECT_GT(newest, 0u);
+}
+
+TEST(Program, AFileSizeLimitIsReportedAndTheOldCheckpointStays) {
+    Folder folder;
+    Arguments arguments = tiny(folder, "run");
+    ASSERT_EQ(run(folder, arguments).status, 0);
+    const pid_t pid = start(folder, {"--out", folder / "run", "--resume", "--steps", "21"}, 100000);
+    const Result result = finish(folder, pid);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_NE(result.err.find(folder / "run"), std::string::npos) << result.err;
+    EXPECT_EQ(run(folder, {"--out", folder / "run", "--resume", "--steps", "21"}).status, 0);
+}
+
+TEST(Program, TwoRunsInOneFolderAreRefused) {
+    Folder folder;
+    Arguments arguments = tiny(folder, "run");
+    *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
+    const pid_t pid = start(folder, arguments);
+    for (int i = 0; i < 200 && !fs::exists(folder / "run/log.jsonl"); i++) {
+        std::this_thread::sleep_for(milliseconds(20));
+    }
+    Folder second;
+    Arguments other = tiny(second, "x");
+    *(std::find(other.begin(), other.end(), "--out") + 1) = folder / "run";
+    expect_rejected(second, other, {"--out", "another run"});
+    kill(pid, SIGKILL);
+    finish(folder, pid);
+}
+
+TEST(Program, OddFolderNames) {
+    Folder folder;
+    for (const std::string name :
+         {"a.b/c.d", "with space", "%s%n", "quote'\"", "new\nline", "caf\xc3\xa9", "raw\xff"}) {
+        EXPECT_EQ(run(folder, tiny(folder, name)).status, 0) << name;
+        EXPECT_TRUE(fs::exists(folder / (name + "/step_00000020/state.json"))) << name;
+    }
+    expect_rejected(folder, tiny(folder, std::string(4500, 'x')), {"--out"});
+    std::ofstream(folder / "file") << "x";
+    expect_rejected(folder, tiny(folder, "file"), {"--out"});
+}
+
+TEST(Program, BadOptionsAreOneLineAndStatus1) {
+    Folder folder;
+    const auto with = [&](const Arguments& changes) {
+        Arguments arguments = tiny(folder, "run");
+        const auto at = std::find(arguments.begin(), arguments.end(), changes[0]);
+        if (at != arguments.end()) arguments.erase(at, at + 2);
+        arguments.insert(arguments.end(), changes.begin(), changes.end());
+        return arguments;
+    };
+    expect_rejected(folder, with({"--tokens-per-step", "100"}), {"--tokens-per-step", "100", "96"});
+    expect_rejected(folder, with({"--tokens-per-step", "0"}), {"--tokens-per-step", "0"});
+    expect_rejected(folder, with({"--tokens-per-step", "-288"}), {"--tokens-per-step", "-288"});
+    expect_rejected(folder, with({"--tokens-per-step", "2147483648"}), {"--tokens-per-step", "2147483648"});
+    expect_rejected(folder, with({"--batch-size"}), {"--batch-size"});
+    expect_rejected(folder, with({"--batch-size", "4x"}), {"--batch-size", "4x"});
+    expect_rejected(folder, with({"--batch-size", "1e3"}), {"--batch-size", "1e3"});
+    expect_rejected(folder, with({"--batch-size", "0"}), {"--batch-size", "0"});
+    expect_rejected(folder, with({"--seq-len", "-1"}), {"--seq-len", "-1"});
+    expect_rejected(folder, with({"--lr", "nan"}), {"--lr", "nan"});
+    expect_rejected(folder, with({"--lr", "-1e-3"}), {"--lr", "-1e-3"});
+    expect_rejected(folder, with({"--heads", "5"}), {"--heads", "5"});
+    expect_rejected(folder, with({"--model", "d7"}), {"--model", "d7"});
+    expect_rejected(folder, with({"--optimizer", "sgd"}), {"--optimizer", "sgd"});
+    expect_rejected(folder, with({"--warmup", "200"}), {"--warmup", "200"});
+    expect_rejected(folder, with({"--temperature", "-1"}), {"--temperature", "-1"});
+    expect_rejected(folder, with({"--temperature", "nan"}), {"--temperature", "nan"});
+    expect_rejected(folder, with({"--top-p", "1.5"}), {"--top-p", "1.5"});
+    expect_rejected(folder, with({"--no-such-flag"}), {"--no-such-flag"});
+    expect_rejected(folder, with({"-"}), {"-"});
+    expect_rejected(folder, with({""}), {});
+    expect_rejected(folder, with({"--train-data", folder / "nothing_*.bin"}),
+                    {"--train-data", "nothing_*.bin"});
+    expect_rejected(folder, with({"--val-data", folder / "nothing_*.bin"}), {"--val-data", "nothing_*.bin"});
+    expect_rejected(folder,
+                    with({"--optimizer", "muon", "--muon-ns", "polar-express", "--muon-ns-steps", "3"}),
+                    {"polar-express", "3"});
+    expect_rejected(folder, with({"--optimizer", "muon", "--muon-ns", "keller", "--muon-ns-steps", "2"}),
+                    {"keller", "2"});
+    Arguments twice = tiny(folder, "run");
+    twice.insert(twice.end(), {"--lr", "1e-3"});
+    expect_rejected(folder, twice, {"--lr"});
+    expect_rejected(folder, Arguments(10000, "x"), {"x"});
+    expect_rejected(folder, {}, {"--train-data"});
+    expect_rejected(folder, {"--resume", "--train-data", folder / "data_train_*.bin"}, {"--resume", "--out"});
+    EXPECT_FALSE(fs::exists(folder / "run/step_00000020"));
+}
+
+TEST(Program, BadDataAreOneLineAndStatus1) {
+    Folder folder;
+    const auto with_train = [&](const std::string& path) {
+        Arguments arguments = tiny(folder, "run");
+        *(std::find(arguments.begin(), arguments.end(), "--train-data") + 1) = path;
+        return arguments;
+    };
+    tiny(folder, "run");
+    for (const size_t tokens : {0, 1, 32, 96}) {  // one batch of 4 x 24 needs 97
+        write_shard(folder / "short.bin", tokens, 101, 1);
+        expect_rejected(folder, with_train(folder / "short.bin"), {"short.bin"});
+    }
+    write_shard(folder / "enough.bin", 97, 101, 1);
+    EXPECT_EQ(run(folder, with_train(folder / "enough.bin")).status, 0);
+    fs::remove_all(folder / "run");
+    write_shard(folder / "large_ids.bin", 1000, 512, 1);
+    expect_rejected(folder, with_train(folder / "large_ids.bin"), {"large_ids.bin"});
+    std::string bytes = read_file(folder / "data_train_000.bin");
+    std::ofstream(folder / "cut.bin", std::ios::binary) << bytes.substr(0, bytes.size() - 1);
+    expect_rejected(folder, with_train(folder / "cut.bin"), {"cut.bin"});
+    std::ofstream(folder / "header.bin", std::ios::binary) << bytes.substr(0, 1023);
+    expect_rejected(folder, with_train(folder / "header.bin"), {"header.bin"});
+    bytes[0] = static_cast<char>(bytes[0] + 1);
+    std::ofstream(folder / "magic.bin", std::ios::binary) << bytes;
+    expect_rejected(folder, with_train(folder / "magic.bin"), {"magic.bin"});
+    std::ofstream(folder / "empty.bin", std::ios::binary) << "";
+    expect_rejected(folder, with_train(folder / "empty.bin"), {"empty.bin"});
+    expect_rejected(folder, with_train(folder.path.string()), {folder.path.string()});
+    Arguments small_validation = tiny(folder, "run");
+    write_shard(folder / "small_val.bin", 96, 101, 1);
+    *(std::find(small_validation.begin(), small_validation.end(), "--val-data") + 1) =
+        folder / "small_val.bin";
+    expect_rejected(folder, small_validation, {"small_val.bin"});
+}
+
+TEST(Program, TokenizeTrainGenerate) {
+    Folder folder;
+    std::ofstream text(folder / "text.txt");
+    for (int i = 0; i < 400; i++) text << "the cat sat on the mat. ";
+    text.close();
+    ASSERT_EQ(run(folder, {"tokenize", "--input", folder / "text.txt", "--out", folder / "cat"}).status, 0);
+    const Result trained = run(folder, {"train",
+                                        "--train-data",
+                                        folder / "cat_train_*.bin",
+                                        "--val-data",
+                                        folder / "cat_val_*.bin",
+                                        "--out",
+                                        folder / "run",
+                                        "--layers",
+                                        "1",
+                                        "--heads",
+                                        "2",
+                                        "--channels",
+                                        "32",
+                                        "--seq-len",
+                                        "32",
+                                        "--batch-size",
+                                        "8",
+                                        "--tokens-per-step",
+                                        "256",
+                                        "--steps",
+                                        "150",
+                                        "--lr",
+                                        "1e-2",
+                                        "--optimizer",
+                                        "muon",
+                                        "--warmup",
+                                        "10",
+                                        "--val-every",
+                                        "0"});
+    ASSERT_EQ(trained.status, 0) << trained.err;
+    const std::string model = folder / "run/step_00000150";
+    const Arguments generate = {"generate", "--model", model,           "--prompt", "the c",
+                                "--tokens", "40",      "--temperature", "0"};
+    const Result first = run(folder, generate);
+    ASSERT_EQ(first.status, 0) << first.err;
+    EXPECT_TRUE(first.out.starts_with("the cat sat on the mat. ")) << first.out;
+    EXPECT_EQ(run(folder, generate).out, first.out);
+    const Arguments drawn = {"generate",      "--model", model,    "--tokens", "100",
+                             "--temperature", "2",       "--seed", "5"};
+    EXPECT_EQ(run(folder, drawn).out, run(folder, drawn).out);
+    expect_rejected(folder, {"generate", "--model", folder / "nowhere"}, {"nowhere"});
+    expect_rejected(folder, {"generate", "--model", model, "--temperature", "-1"}, {"--temperature", "-1"});
+    expect_rejected(folder, {"tokenize", "--input", folder / "absent.txt", "--out", folder / "x"},
+                    {"absent.txt"});
+    // Fine-tuning starts from the folder's weights: the first loss is that of the trained model.
+    const Result tuned =
+        run(folder, {"--train-data", folder / "cat_train_*.bin", "--model", model, "--out", folder / "tuned",
+                     "--batch-size", "8", "--tokens-per-step", "256", "--steps", "1"});
+    ASSERT_EQ(tuned.status, 0) << tuned.err;
+    EXPECT_LT(json::parse(training_lines(folder / "tuned")[0])["loss"], 0.3);
+}
+
+TEST(Program, VersionAndHelp) {
+    Folder folder;
+    for (const Arguments& arguments : {Arguments{"--help"},
+                                       {"train", "--help"},
+                                       {"tokenize", "--help"},
+                                       {"generate", "--help"},
+                                       {"--version"}}) {
+        const Result result = run(folder, arguments);
+        EXPECT_EQ(result.status, 0);
+        EXPECT_FALSE(result.out.empty());
+        EXPECT_TRUE(result.err.empty());
+    }
+}

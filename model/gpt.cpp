@@ -1,0 +1,497 @@
+// The GPT of gpt.h, read from top to bottom: sizes, the parameter table, memory, forward, loss, backward.
+//
+//     x = wte[token] + wpe[position]
+//     for each layer:   x += proj(attention(qkv(ln1(x))));   x += fcproj(gelu(fc(ln2(x))))
+//     logits = head(lnf(x))
+//
+// (Radford et al. 2019; the block's order from Brown et al. 2020.) A residual sum and the LayerNorm that
+// reads it are one op, so a block leaves its output in `branch` and the next LayerNorm adds it to x.
+#include "model/gpt.h"
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+
+#include "kernels/error.h"
+#include "kernels/kernels.h"
+#include "kernels/random.h"
+
+namespace {
+
+// Rows whose logits are in memory at once. Constant, so that the order of every sum is; large enough that
+// reading the head's weights once a chunk costs little beside the arithmetic.
+constexpr size_t head_chunk = 256;
+
+constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------
+// Sizes
+
+bool gpt_preset(const std::string& name, GptConfig& config) {
+    struct Preset {
+        const char* name;
+        size_t layers, heads, channels;  // heads are 64 wide throughout
+    };
+    constexpr Preset presets[] = {
+        {"d6", 6, 6, 384},     {"d12", 12, 12, 768},  {"d24", 24, 16, 1024},
+        {"d36", 36, 20, 1280}, {"d48", 48, 25, 1600},
+    };
+    for (const Preset& preset : presets) {
+        if (name != preset.name) continue;
+        config.layers = preset.layers;
+        config.heads = preset.heads;
+        config.channels = preset.channels;
+        return true;
+    }
+    return false;
+}
+
+void gpt_check(const GptConfig& config) {
+    // Generous limits, within which no product of sizes in this file can overflow 64 bits. Token ids are int.
+    struct Limit {
+        const char* option;
+        size_t value, most;
+    };
+    const Limit limits[] = {
+        {"--layers", config.layers, 10'000},          {"--heads", config.heads, size_t{1} << 20},
+        {"--channels", config.channels, 1 << 20},     {"--seq-len", config.seq_len, size_t{1} << 30},
+        {"--vocab-size", config.vocab_size, INT_MAX},
+    };
+    for (const Limit& limit : limits) {
+        if (limit.value < 1 || limit.value > limit.most)
+            fail("%s %zu: must be 1 to %zu", limit.option, limit.value, limit.most);
+    }
+    if (config.channels % config.heads != 0) {
+        fail("--heads %zu does not divide --channels %zu: every head has the same number of channels",
+             config.heads, config.channels);
+    }
+    const size_t parameters = gpt_parameter_count(gpt_parameter_table(config));
+    if (parameters > size_t{1} << 40) {
+        fail(
+            "--layers %zu --channels %zu --seq-len %zu --vocab-size %zu: %zu parameters need %zu bytes in "
+            "fp32; "
+            "at most 2^40 parameters are supported",
+            config.layers, config.channels, config.seq_len, config.vocab_size, parameters, 4 * parameters);
+    }
+}
+
+double gpt_flops_per_token(const GptConfig& config, size_t T) {
+    // Each parameter takes part in one multiply-add forward and two backward. An untied head computes what a
+    // tied one does: its second table is only read row by row.
+    GptConfig tied = config;
+    tied.tied_head = true;
+    double N = 0;
+    for (const Parameter& parameter : gpt_parameter_table(tied)) N += static_cast<double>(parameter.size());
+    const double attention = static_cast<double>(config.layers) * static_cast<double>(config.channels);
+    return 6.0 * N + 6.0 * attention * static_cast<double>(T);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The parameter table
+
+ParameterTable gpt_parameter_table(const GptConfig& config) {
+    const size_t L = config.layers, C = config.channels, V = config.vocab_size, Vp = config.padded_vocab();
+    const float std = 0.02f;
+    // Each layer adds two branches to the residual stream; scaled so, their sum's variance does not grow with
+    // L.
+    const float residual_std = std / std::sqrt(2.0f * static_cast<float>(L));
+
+    ParameterTable table;
+    size_t offset = 0;
+    const auto add = [&](Parameter parameter) {
+        parameter.offset = offset;
+        offset += round_up(parameter.size(), 64);
+        table.push_back(std::move(parameter));
+    };
+    const auto add_embedding = [&](const std::string& name, size_t rows, size_t used_rows,
+                                   ParameterGroup group) {
+        add({name, rows, C, used_rows, 0, Initializer::normal, std, true, group, false, {{"", 0, rows}}});
+    };
+    const auto add_matrix = [&](const std::string& name, size_t rows, size_t cols, float init_std,
+                                const std::vector<Block>& blocks) {
+        add({name, rows, cols, rows, 0, Initializer::normal, init_std, true, ParameterGroup::muon, true,
+             blocks});
+    };
+    const auto add_vector = [&](const std::string& name, size_t size, Initializer initializer) {
+        add({name, 1, size, 1, 0, initializer, 0, false, ParameterGroup::adamw_scalar, false, {{"", 0, 1}}});
+    };
+    const auto add_layernorm = [&](const std::string& name) {
+        add_vector(name + ".weight", C, Initializer::ones);
+        add_vector(name + ".bias", C, Initializer::zeros);
+    };
+    const auto add_linear = [&](const std::string& name, size_t rows, size_t cols, float init_std,
+                                const std::vector<Block>& blocks) {
+        add_matrix(name + ".weight", rows, cols, init_std, blocks);
+        add_vector(name + ".bias", rows, Initializer::zeros);
+    };
+
+    add_embedding("wte.weight", Vp, V, ParameterGroup::adamw_embedding);
+    add_embedding("wpe.weight", config.seq_len, config.seq_len, ParameterGroup::adamw_embedding);
+    for (size_t l = 0; l < L; l++) {
+        const std::string layer = "h." + std::to_string(l);
+        add_layernorm(layer + ".ln_1");
+        add_linear(layer + ".attn.c_attn", 3 * C, C, std, {{"q", 0, C}, {"k", C, C}, {"v", 2 * C, C}});
+        add_linear(layer + ".attn.c_proj", C, C, residual_std, {{"", 0, C}});
+        add_layernorm(layer + ".ln_2");
+        add_linear(layer + ".mlp.c_fc", 4 * C, C, std, {{"", 0, 4 * C}});
+        add_linear(layer + ".mlp.c_proj", C, 4 * C, residual_std, {{"", 0, C}});
+    }
+    add_layernorm("ln_f");
+    if (!config.tied_head) add_embedding("lm_head.weight", Vp, V, ParameterGroup::adamw_head);
+    return table;
+}
+
+size_t gpt_parameter_count(const ParameterTable& table) {
+    size_t count = 0;
+    for (const Parameter& parameter : table) count += parameter.used_rows * parameter.cols;
+    return count;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Memory: one arena each for parameters, gradients and activations
+
+namespace {
+
+// The tensors of an arena that the table lays out.
+template <typename Element>
+GptTensors<Element> tensors_of(Element* arena, const ParameterTable& table, const GptConfig& config) {
+    std::unordered_map<std::string, Element*> place;
+    for (const Parameter& parameter : table) place[parameter.name] = arena + parameter.offset;
+
+    GptTensors<Element> tensors;
+    tensors.wte = place.at("wte.weight");
+    tensors.wpe = place.at("wpe.weight");
+    for (size_t l = 0; l < config.layers; l++) {
+        const std::string layer = "h." + std::to_string(l);
+        tensors.layers.push_back({
+            place.at(layer + ".ln_1.weight"),
+            place.at(layer + ".ln_1.bias"),
+            place.at(layer + ".attn.c_attn.weight"),
+            place.at(layer + ".attn.c_attn.bias"),
+            place.at(layer + ".attn.c_proj.weight"),
+            place.at(layer + ".attn.c_proj.bias"),
+            place.at(layer + ".ln_2.weight"),
+            place.at(layer + ".ln_2.bias"),
+            place.at(layer + ".mlp.c_fc.weight"),
+            place.at(layer + ".mlp.c_fc.bias"),
+            place.at(layer + ".mlp.c_proj.weight"),
+            place.at(layer + ".mlp.c_proj.bias"),
+        });
+    }
+    tensors.lnf_weight = place.at("ln_f.weight");
+    tensors.lnf_bias = place.at("ln_f.bias");
+    tensors.head = config.tied_head ? tensors.wte : place.at("lm_head.weight");
+    return tensors;
+}
+
+// Hands out the memory of an arena from its start. With a null arena it only counts: the same walk over the
+// tensors first finds the arena's size and then places them.
+struct Bump {
+    char* arena;
+    size_t bytes = 0;
+
+    template <typename Element>
+    void place(Element*& tensor, size_t elements) {
+        tensor = arena == nullptr ? nullptr : reinterpret_cast<Element*>(arena + bytes);
+        bytes += round_up(elements * sizeof(Element), 256);
+    }
+};
+
+// Places the activations of N = B*T rows; returns the bytes they take.
+template <typename Storage>
+size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfig& config, size_t N,
+                         bool trainable) {
+    const size_t L = config.layers, C = config.channels, NH = config.heads, Vp = config.padded_vocab();
+    const size_t chunk = std::min(N, head_chunk);
+    Bump bump{arena};
+
+    bump.place(a.tokens, N);
+    bump.place(a.targets, N);
+    bump.place(a.embedded, N * C);
+    a.layers.resize(L);
+    for (size_t l = 0; l < L; l++) {
+        GptLayerActivations<Storage>& layer = a.layers[l];
+        if (!trainable && l > 0) {  // with no backward to come, every layer writes over the one before
+            layer = a.layers[0];
+            continue;
+        }
+        bump.place(layer.ln1, N * C);
+        bump.place(layer.ln1_mean, N);
+        bump.place(layer.ln1_rstd, N);
+        bump.place(layer.qkv, N * 3 * C);
+        bump.place(layer.attention, N * C);
+        bump.place(layer.lse, N * NH);
+        bump.place(layer.residual_mid, N * C);
+        bump.place(layer.ln2, N * C);
+        bump.place(layer.ln2_mean, N);
+        bump.place(layer.ln2_rstd, N);
+        bump.place(layer.fc_pre_gelu, N * 4 * C);
+        bump.place(layer.fc_gelu, N * 4 * C);
+        bump.place(layer.residual_out, N * C);
+    }
+    bump.place(a.lnf, N * C);
+    bump.place(a.lnf_mean, N);
+    bump.place(a.lnf_rstd, N);
+    bump.place(a.branch, N * C);
+    bump.place(a.logits, chunk * Vp);
+    bump.place(a.losses, N);
+    bump.place(a.loss_sum, 1);
+    if (trainable) {
+        if constexpr (std::is_same_v<Storage, float>) {
+            a.dlogits = a.logits;
+        } else {
+            bump.place(a.dlogits, chunk * Vp);
+        }
+        bump.place(a.dresidual, N * C);
+        a.dbranch = a.branch;  // the forward's last branch has been added before the backward's first
+        bump.place(a.dwide, N * 4 * C);
+    }
+    return bump.bytes;
+}
+
+}  // namespace
+
+template <typename Storage>
+Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, size_t min_workspace,
+                        Stream* stream) {
+    gpt_check(config);
+    if (T < 1 || T > config.seq_len) fail("--seq-len %zu: the model has %zu positions", T, config.seq_len);
+    if (B < 1 || B > INT_MAX / T)
+        fail("--batch-size %zu at --seq-len %zu: a batch must have 1 to %d tokens", B, T, INT_MAX);
+
+    Gpt<Storage> model{};
+    model.config = config;
+    model.table = gpt_parameter_table(config);
+    model.B = B;
+    model.T = T;
+
+    // Zeroed, so that the gaps between tensors are zeros too.
+    model.params_bytes = table_elements(model.table) * sizeof(Storage);
+    model.params = static_cast<Storage*>(device_malloc(model.params_bytes, stream));
+    device_memset_zero(model.params, model.params_bytes, stream);
+    model.p = tensors_of(model.params, model.table, config);
+    if (trainable) {
+        model.grads_bytes = table_elements(model.table) * sizeof(float);
+        model.grads = static_cast<float*>(device_malloc(model.grads_bytes, stream));
+        device_memset_zero(model.grads, model.grads_bytes, stream);
+        model.g = tensors_of(model.grads, model.table, config);
+    }
+    const size_t needed = place_activations(model.a, nullptr, config, B * T, trainable);
+    model.activations_bytes = std::max(needed, min_workspace);
+    model.activations = static_cast<char*>(device_malloc(model.activations_bytes, stream));
+    place_activations(model.a, model.activations, config, B * T, trainable);
+    return model;
+}
+
+template <typename Storage>
+void gpt_destroy(Gpt<Storage>& model, Stream* stream) {
+    device_free(model.params, stream);
+    device_free(model.grads, stream);
+    device_free(model.activations, stream);
+    model = Gpt<Storage>{};
+}
+
+template <typename Storage>
+void gpt_initialize(Gpt<Storage>& model, uint64_t seed, Stream* stream) {
+    for (size_t i = 0; i < model.table.size(); i++) {
+        const Parameter& parameter = model.table[i];
+        const float constant = parameter.initializer == Initializer::ones ? 1.0f : 0.0f;
+        std::vector<Storage> values(parameter.size(), from_float<Storage>(constant));
+        if (parameter.initializer == Initializer::normal) {
+            const size_t used = parameter.used_rows * parameter.cols;  // padding rows stay zero
+#pragma omp parallel for num_threads(device_threads(stream)) schedule(static)
+            for (size_t e = 0; e < used; e++) {
+                const double normal =
+                    random_normal(seed, RandomStream::initialization, static_cast<uint32_t>(i), e);
+                values[e] = from_float<Storage>(static_cast<float>(parameter.init_std * normal));
+            }
+        }
+        copy_to_device(model.params + parameter.offset, values.data(), values.size() * sizeof(Storage),
+                       stream);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Forward
+
+namespace {
+
+// The padded token table has rows for ids that do not exist: a wrong id must not quietly find one.
+void upload_ids(int* device, const int* ids, size_t N, size_t V, Stream* stream) {
+    for (size_t i = 0; i < N; i++) {
+        if (ids[i] < 0 || static_cast<size_t>(ids[i]) >= V)
+            fail("token id %d at position %zu of a batch: must be 0 to %zu (--vocab-size %zu)", ids[i], i,
+                 V - 1, V);
+    }
+    copy_to_device(device, ids, N * sizeof(int), stream);
+}
+
+// The residual stream as it enters layer l.
+template <typename Storage>
+const Storage* residual_into(const GptActivations<Storage>& a, size_t l) {
+    return l == 0 ? a.embedded : a.layers[l - 1].residual_out;
+}
+
+// From host tokens (B,T) to lnf, the final LayerNorm's output.
+template <typename Storage>
+void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream* stream) {
+    if (B < 1 || T < 1 || B > model.B || T > model.T)
+        fail("a batch of %zu x %zu tokens: the model has room for %zu x %zu", B, T, model.B, model.T);
+    const size_t N = B * T, C = model.config.channels, NH = model.config.heads;
+    const GptTensors<Storage>& p = model.p;
+    GptActivations<Storage>& a = model.a;
+
+    upload_ids(a.tokens, tokens, N, model.config.vocab_size, stream);
+    embedding_forward(a.embedded, a.tokens, p.wte, p.wpe, B, T, C, stream);
+
+    for (size_t l = 0; l < model.config.layers; l++) {
+        const GptLayer<Storage>& w = p.layers[l];
+        const GptLayerActivations<Storage>& x = a.layers[l];
+
+        if (l == 0) {
+            layernorm_forward(x.ln1, x.ln1_mean, x.ln1_rstd, a.embedded, w.ln1_weight, w.ln1_bias, N, C,
+                              stream);
+        } else {
+            const GptLayerActivations<Storage>& previous = a.layers[l - 1];
+            residual_layernorm_forward(previous.residual_out, x.ln1, x.ln1_mean, x.ln1_rstd,
+                                       previous.residual_mid, a.branch, w.ln1_weight, w.ln1_bias, N, C,
+                                       stream);
+        }
+        linear_forward<Storage>(x.qkv, nullptr, x.ln1, w.qkv_weight, w.qkv_bias, N, C, 3 * C, stream);
+        attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, stream);
+        linear_forward<Storage>(a.branch, nullptr, x.attention, w.proj_weight, w.proj_bias, N, C, C, stream);
+
+        residual_layernorm_forward(x.residual_mid, x.ln2, x.ln2_mean, x.ln2_rstd, residual_into(a, l),
+                                   a.branch, w.ln2_weight, w.ln2_bias, N, C, stream);
+        linear_forward(x.fc_gelu, x.fc_pre_gelu, x.ln2, w.fc_weight, w.fc_bias, N, C, 4 * C, stream);
+        linear_forward<Storage>(a.branch, nullptr, x.fc_gelu, w.fcproj_weight, w.fcproj_bias, N, 4 * C, C,
+                                stream);
+    }
+
+    const GptLayerActivations<Storage>& last = a.layers.back();
+    residual_layernorm_forward(last.residual_out, a.lnf, a.lnf_mean, a.lnf_rstd, last.residual_mid, a.branch,
+                               p.lnf_weight, p.lnf_bias, N, C, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Head and loss, a chunk of rows at a time: a (B*T, Vp) matrix would be the largest buffer of all
+
+// The sum of the token losses against host targets (N). With `backward` also the head's gradient, and in
+// dbranch that of lnf, both of loss_scale * loss.
+template <typename Storage>
+double head_and_loss(Gpt<Storage>& model, const int* targets, size_t N, bool backward, float loss_scale,
+                     Stream* stream) {
+    const size_t C = model.config.channels, V = model.config.vocab_size, Vp = model.config.padded_vocab();
+    const GptActivations<Storage>& a = model.a;
+
+    upload_ids(a.targets, targets, N, V, stream);
+    for (size_t first = 0; first < N; first += head_chunk) {
+        const size_t rows = std::min(head_chunk, N - first);
+        const Storage* x = a.lnf + first * C;
+        logits_forward(a.logits, x, model.p.head, rows, C, Vp, stream);
+        cross_entropy<Storage>(a.losses + first, backward ? a.dlogits : nullptr, a.logits, a.targets + first,
+                               loss_scale, rows, V, Vp, stream);
+        if (backward) {
+            linear_backward<Storage>(a.dbranch + first * C, model.g.head, nullptr, a.dlogits, x, model.p.head,
+                                     nullptr, rows, C, Vp, stream);
+        }
+    }
+    double loss = 0;
+    sum(a.loss_sum, a.losses, N, stream);
+    copy_to_host(&loss, a.loss_sum, sizeof(loss), stream);
+    return loss;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Backward: forward's ops in reverse
+
+// From dbranch, the gradient of lnf, to the gradients of all parameters. dresidual is the gradient of the
+// residual stream: a branch's output has it too, because a sum hands its gradient to both of its terms, and
+// a LayerNorm that read the stream adds its part to it.
+template <typename Storage>
+void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
+    const size_t N = B * T, C = model.config.channels, NH = model.config.heads;
+    const GptTensors<Storage>& p = model.p;
+    const GptTensors<float>& g = model.g;
+    const GptActivations<Storage>& a = model.a;
+
+    device_memset_zero(a.dresidual, N * C * sizeof(Storage), stream);
+    layernorm_backward(a.dresidual, g.lnf_weight, g.lnf_bias, a.dbranch, a.layers.back().residual_out,
+                       a.lnf_mean, a.lnf_rstd, p.lnf_weight, N, C, stream);
+
+    for (size_t l = model.config.layers; l-- > 0;) {
+        const GptLayer<Storage>& w = p.layers[l];
+        const GptLayer<float>& dw = g.layers[l];
+        const GptLayerActivations<Storage>& x = a.layers[l];
+
+        linear_backward(a.dwide, dw.fcproj_weight, dw.fcproj_bias, a.dresidual, x.fc_gelu, w.fcproj_weight,
+                        x.fc_pre_gelu, N, 4 * C, C, stream);
+        linear_backward<Storage>(a.dbranch, dw.fc_weight, dw.fc_bias, a.dwide, x.ln2, w.fc_weight, nullptr, N,
+                                 C, 4 * C, stream);
+        layernorm_backward(a.dresidual, dw.ln2_weight, dw.ln2_bias, a.dbranch, x.residual_mid, x.ln2_mean,
+                           x.ln2_rstd, w.ln2_weight, N, C, stream);
+
+        linear_backward<Storage>(a.dbranch, dw.proj_weight, dw.proj_bias, a.dresidual, x.attention,
+                                 w.proj_weight, nullptr, N, C, C, stream);
+        attention_backward(a.dwide, a.dbranch, x.attention, x.lse, x.qkv, B, T, C, NH, stream);
+        linear_backward<Storage>(a.dbranch, dw.qkv_weight, dw.qkv_bias, a.dwide, x.ln1, w.qkv_weight, nullptr,
+                                 N, C, 3 * C, stream);
+        layernorm_backward(a.dresidual, dw.ln1_weight, dw.ln1_bias, a.dbranch, residual_into(a, l),
+                           x.ln1_mean, x.ln1_rstd, w.ln1_weight, N, C, stream);
+    }
+
+    // A tied head has already added its part to wte's gradient.
+    embedding_backward(g.wte, g.wpe, a.dresidual, a.tokens, B, T, C, stream);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------
+// What the rest of the program calls
+
+template <typename Storage>
+double gpt_forward_backward(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
+                            float loss_scale, Stream* stream) {
+    if (model.grads == nullptr) fail("gpt_forward_backward: the model was not made to be trained");
+    forward(model, tokens, B, T, stream);
+    const double loss = head_and_loss(model, targets, B * T, true, loss_scale, stream);
+    backward(model, B, T, stream);
+    return loss;
+}
+
+template <typename Storage>
+double gpt_loss(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
+                Stream* stream) {
+    forward(model, tokens, B, T, stream);
+    return head_and_loss(model, targets, B * T, false, 0.0f, stream);
+}
+
+template <typename Storage>
+void gpt_logits(Gpt<Storage>& model, float* logits, const int* tokens, size_t B, size_t T, size_t first,
+                size_t count, Stream* stream) {
+    const size_t N = B * T, C = model.config.channels, V = model.config.vocab_size,
+                 Vp = model.config.padded_vocab();
+    if (first > N || count > N - first)
+        fail("gpt_logits: %zu rows from row %zu of a batch of %zu", count, first, N);
+    forward(model, tokens, B, T, stream);
+    for (size_t done = 0; done < count; done += head_chunk) {
+        const size_t rows = std::min(head_chunk, count - done);
+        logits_forward(model.a.logits, model.a.lnf + (first + done) * C, model.p.head, rows, C, Vp, stream);
+        for (size_t row = 0; row < rows; row++) {  // the padding stays behind
+            copy_to_host(logits + (done + row) * V, model.a.logits + row * Vp, V * sizeof(float), stream);
+        }
+    }
+}
+
+// Another storage type is one more line of each.
+template Gpt<float> gpt_create(const GptConfig&, size_t, size_t, bool, size_t, Stream*);
+template void gpt_destroy(Gpt<float>&, Stream*);
+template void gpt_initialize(Gpt<float>&, uint64_t, Stream*);
+template double gpt_forward_backward(Gpt<float>&, const int*, const int*, size_t, size_t, float, Stream*);
+template double gpt_loss(Gpt<float>&, const int*, const int*, size_t, size_t, Stream*);
+template void gpt_logits(Gpt<float>&, float*, const int*, size_t, size_t, size_t, size_t, Stream*);

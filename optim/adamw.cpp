@@ -1,0 +1,32 @@
+// AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) on the slots it owns; the formula is in kernels.h.
+#include "optim/adamw.h"
+
+#include <cmath>
+
+#include "kernels/kernels.h"
+
+template <typename Storage>
+void adamw_step(const Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
+                float grad_scale, Stream* stream) {
+    const OptimizerConfig& config = optimizer.config;
+    // 1 - beta^t in fp64: in fp32 it would lose digits to cancellation in the first steps.
+    const double t = static_cast<double>(optimizer.steps);
+    AdamWStep step{};
+    step.lr = lr;
+    step.beta1 = config.beta1;
+    step.beta2 = config.beta2;
+    step.eps = config.eps;
+    step.bias_correction1 = static_cast<float>(1.0 - std::pow(static_cast<double>(config.beta1), t));
+    step.bias_correction2 = static_cast<float>(1.0 - std::pow(static_cast<double>(config.beta2), t));
+    step.grad_scale = grad_scale;
+
+    for (const OptimizerSlot& slot : optimizer.slots) {
+        if (slot.muon) continue;
+        step.weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
+        const size_t offset = slot.offset();
+        adamw_update(params + offset, master == nullptr ? nullptr : master + offset, slot.first, slot.second,
+                     grads + offset, slot.size(), step, stream);
+    }
+}
+
+template void adamw_step(const Optimizer&, float*, float*, const float*, float, float, Stream*);

@@ -1,0 +1,20 @@
+// Muon's part of an optimizer step (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), in the
+// form that shares AdamW's learning rate and decay (Liu et al. 2025, "Muon is scalable", arXiv:2502.16982):
+//   direction = momentum with Nesterov;  O = Newton-Schulz(direction / Frobenius norm), nearly its polar
+//   factor; W <- W (1 - lr weight_decay) - lr s(rows, cols) O
+// for each block W of a tensor by itself: q, k and v are three matrices.
+#pragma once
+
+#include "optim/optimizer.h"
+
+// s(rows, cols) of a scale mode, for a block of (out, in) = (rows, cols).
+float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
+
+// Floats of workspace for orthogonalising `count` blocks of (rows, cols) together.
+size_t muon_workspace(size_t count, size_t rows, size_t cols);
+
+// Updates the Muon slots and counts the degenerate ones. Arguments as in optimizer_step, which has checked
+// that one matrix of each shape fits the workspace.
+template <typename Storage>
+void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
+               float grad_scale, float* workspace, size_t workspace_floats, Stream* stream);

@@ -1,0 +1,127 @@
+// Routing, state and the step; see optimizer.h.
+#include "optim/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/error.h"
+#include "optim/adamw.h"
+#include "optim/muon.h"
+
+namespace {
+
+void check_config(const OptimizerConfig& config) {
+    // The comparisons are written so that a NaN is illegal.
+    const auto require = [](bool legal, const char* option, float value, const char* rule) {
+        if (!legal) fail("%s %g: must be %s", option, static_cast<double>(value), rule);
+    };
+    const auto is_average = [](float beta) { return beta >= 0.0f && beta < 1.0f; };
+    require(config.weight_decay >= 0.0f && std::isfinite(config.weight_decay), "--weight-decay",
+            config.weight_decay, "finite and not negative");
+    require(is_average(config.beta1), "--beta1", config.beta1, "in [0, 1)");
+    require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
+    require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
+    require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
+}
+
+// A row in no block would never be updated, one in two blocks updated twice.
+void check_blocks(const Parameter& parameter) {
+    size_t row = 0;
+    for (const Block& block : parameter.blocks) {
+        if (block.first_row != row || block.rows == 0) break;
+        row += block.rows;
+    }
+    if (row != parameter.rows)
+        fail("%s: its blocks do not tile its %zu rows", parameter.name.c_str(), parameter.rows);
+}
+
+// State vectors start where vector loads like it, as tensors do in their arenas.
+size_t aligned(size_t elements) { return (elements + 63) / 64 * 64; }
+
+std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
+    std::vector<std::vector<size_t>> batches;
+    for (size_t i = 0; i < slots.size(); i++) {
+        if (!slots[i].muon) continue;
+        const auto same_shape = [&](const std::vector<size_t>& batch) {
+            const OptimizerSlot& other = slots[batch.front()];
+            return other.block.rows == slots[i].block.rows &&
+                   other.parameter->cols == slots[i].parameter->cols;
+        };
+        const auto batch = std::find_if(batches.begin(), batches.end(), same_shape);
+        if (batch == batches.end()) {
+            batches.push_back({i});
+        } else {
+            batch->push_back(i);
+        }
+    }
+    return batches;
+}
+
+}  // namespace
+
+Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table) {
+    check_config(config);
+    Optimizer optimizer;
+    optimizer.config = config;
+    optimizer.newton_schulz = newton_schulz_set(config.muon_ns, config.muon_ns_steps);
+    for (const Parameter& parameter : table) {
+        check_blocks(parameter);
+        const bool muon = config.kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
+        for (const Block& block : parameter.blocks) {
+            const OptimizerSlot slot{&parameter, block, muon, nullptr, nullptr};
+            optimizer.state_elements += (muon ? 1 : 2) * aligned(slot.size());
+            optimizer.slots.push_back(slot);
+        }
+    }
+    optimizer.muon_batches = batches_of_equal_shape(optimizer.slots);
+    return optimizer;
+}
+
+Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream) {
+    Optimizer optimizer = optimizer_plan(config, table);
+    const size_t bytes = optimizer_state_bytes(optimizer);
+    optimizer.state = static_cast<float*>(device_malloc(bytes, stream));
+    device_memset_zero(optimizer.state, bytes, stream);
+    optimizer.degenerate = static_cast<int*>(device_malloc(optimizer.slots.size() * sizeof(int), stream));
+    float* next = optimizer.state;
+    for (OptimizerSlot& slot : optimizer.slots) {
+        slot.first = next;
+        next += aligned(slot.size());
+        if (slot.muon) continue;
+        slot.second = next;
+        next += aligned(slot.size());
+    }
+    return optimizer;
+}
+
+void optimizer_destroy(Optimizer& optimizer, Stream* stream) {
+    device_free(optimizer.state, stream);
+    device_free(optimizer.degenerate, stream);
+    optimizer = {};
+}
+
+size_t optimizer_state_bytes(const Optimizer& optimizer) { return optimizer.state_elements * sizeof(float); }
+
+size_t optimizer_minimum_workspace(const Optimizer& optimizer) {
+    size_t floats = 0;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) {
+        const OptimizerSlot& slot = optimizer.slots[batch.front()];
+        floats = std::max(floats, muon_workspace(1, slot.block.rows, slot.parameter->cols));
+    }
+    return floats;
+}
+
+template <typename Storage>
+void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
+                    float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
+    const size_t needed = optimizer_minimum_workspace(optimizer);
+    if (workspace_floats < needed) {
+        fail("optimizer step: a workspace of %zu floats is too small, Muon's largest matrix needs %zu",
+             workspace_floats, needed);
+    }
+    optimizer.steps++;
+    adamw_step(optimizer, params, master, grads, lr, grad_scale, stream);
+    muon_step(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats, stream);
+}
+
+template void optimizer_step(Optimizer&, float*, float*, const float*, float, float, float*, size_t, Stream*);
