@@ -47,6 +47,8 @@ $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
 	@echo "link $@"
 	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
 
+$(BUILD)/test_program: | $(BUILD)/train_gpt  # which it runs
+
 # OpenBLAS is a yardstick in the benchmarks only; its OpenMP build, by rpath, shares our threads.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-openmp))
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)

@@ -81,6 +81,7 @@ struct Run {
     uint64_t micro_batches = 0;        // read so far: the position in the data
     uint64_t skipped = 0;              // steps not taken because a gradient was not finite
     double matmul_ceiling = 0;         // FLOP/s of a large product: what MFU is measured against
+    double flops_per_token = 0;        // forward and backward
     double val_loss = NAN;             // the last one
     std::vector<int> inputs, targets;  // one micro-batch
 };
@@ -271,7 +272,6 @@ void print_tables(const Run<Storage>& run) {
 // found before memory is taken.
 template <typename Storage>
 Run<Storage> set_up(TrainCommand command) {
-    if (command.options.train_data.empty()) fail("--train-data: say which token shards to train on");
     if (command.options.resume && command.options.out.empty())
         fail("--resume: needs --out, the folder to resume from");
     Run<Storage> run;
@@ -304,6 +304,7 @@ Run<Storage> set_up(TrainCommand command) {
     run.options = command.options;
     run.values = command.values;
     TrainOptions& o = run.options;
+    if (o.train_data.empty()) fail("--train-data: say which token shards to train on");
 
     // Data, tokenizer and model shape depend on each other: the tokenizer of the shards gives the vocabulary.
     std::vector<TokenFile> shards = token_files_open(o.train_data, "--train-data");
@@ -333,6 +334,7 @@ Run<Storage> set_up(TrainCommand command) {
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
     run.norm_sums =
         static_cast<double*>(device_malloc(table_blocks(run.model.table) * sizeof(double), run.stream));
+    run.flops_per_token = gpt_flops_per_token(config, run.T);
     run.inputs.resize(o.batch_size * run.T);
     run.targets.resize(o.batch_size * run.T);
 
@@ -489,7 +491,7 @@ void save(Run<Storage>& run) {
 template <typename Storage>
 void report_step(Run<Storage>& run, const StepResult& result, double loop_start) {
     const double tokens_per_second = static_cast<double>(run.options.tokens_per_step) / result.seconds;
-    const double mfu = gpt_flops_per_token(run.model.config, run.T) * tokens_per_second / run.matmul_ceiling;
+    const double mfu = run.flops_per_token * tokens_per_second / run.matmul_ceiling;
     run_log_write(run.log, "train", run.step,
                   {{"loss", result.loss},
                    {"grad_norm", result.grad_norm},

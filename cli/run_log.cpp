@@ -60,7 +60,8 @@ RunLog run_log_open(const std::string& folder) {
     if (folder.empty()) return log;
     std::error_code error;
     fs::create_directories(folder, error);
-    if (!fs::is_directory(folder)) {
+    std::error_code ignored;
+    if (!fs::is_directory(folder, ignored)) {
         fail("--out %s: cannot make this folder: %s", folder.c_str(),
              error ? error.message().c_str() : "a file is in its place");
     }

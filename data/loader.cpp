@@ -3,6 +3,7 @@
 #include "data/loader.h"
 
 #include <algorithm>
+#include <cinttypes>
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -53,7 +54,7 @@ std::string sampled_checksum(const MappedFile& file) {
         }
     }
     char text[17];
-    snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+    snprintf(text, sizeof(text), "%016" PRIx64, hash);
     return text;
 }
 
@@ -82,11 +83,9 @@ Loader loader_open(const std::string& pattern, const std::string& flag, size_t r
     }
     if (loader_windows(loader) < rows) {
         fail(
-            "%s %s: too short: %zu tokens in %zu file%s give %zu windows of %zu tokens, but a batch needs "
-            "%zu; one "
-            "file of %zu tokens would do",
-            flag.c_str(), pattern.c_str(), tokens, loader.files.size(), loader.files.size() == 1 ? "" : "s",
-            loader_windows(loader), T, rows, rows * T + 1);
+            "%s %s: too short: %zu tokens give %zu windows of %zu, a batch needs %zu (%zu tokens in one "
+            "file)",
+            flag.c_str(), pattern.c_str(), tokens, loader_windows(loader), T, rows, rows * T + 1);
     }
     return loader;
 }
@@ -131,9 +130,7 @@ nlohmann::json loader_fingerprint(const Loader& loader) {
 }
 
 uint64_t permuted_index(uint64_t i, uint64_t n, uint64_t seed, uint32_t epoch) {
-    if (i >= n)
-        fail("permuted_index: %llu is not below %llu", static_cast<unsigned long long>(i),
-             static_cast<unsigned long long>(n));
+    if (i >= n) fail("permuted_index: %" PRIu64 " is not below %" PRIu64, i, n);
     // A Feistel network permutes [0, 4^half) whatever its round function is: each round can be undone.
     // Four rounds on fewer than five bits a half mix visibly worse, so tiny n walk a little further.
     int half = 5;

@@ -9,6 +9,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <string_view>
 
 #include "kernels/error.h"
 
@@ -49,10 +50,8 @@ const Format& find_format(const Header& header, const std::string& name) {
     }
     for (const Format& format : formats) {
         if (header[0] == static_cast<int32_t>(__builtin_bswap32(static_cast<uint32_t>(format.magic)))) {
-            fail(
-                "%s: is a big-endian token file (magic %d with its bytes reversed); only little-endian is "
-                "read",
-                name.c_str(), format.magic);
+            fail("%s: is a big-endian token file (magic %d, reversed); only little-endian is read",
+                 name.c_str(), format.magic);
         }
     }
     fail("%s: not a token file: magic is %d, expected %d (uint16) or %d (uint32)", name.c_str(), header[0],
@@ -140,10 +139,8 @@ void token_file_check(const TokenFile& file, size_t first, size_t count, size_t 
     for (size_t i = first; i < first + count; i++) {
         const uint32_t id = file.token(i);
         if (id >= vocab_size) {
-            fail(
-                "%s: token %zu is id %u, but the vocabulary has %zu ids (0 to %zu); was it made with another "
-                "tokenizer?",
-                file.path.c_str(), i, id, vocab_size, vocab_size - 1);
+            fail("%s: token %zu is id %u, but the vocabulary has %zu ids; was another tokenizer used?",
+                 file.path.c_str(), i, id, vocab_size);
         }
     }
 }

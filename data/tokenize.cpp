@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <set>
 #include <string_view>
+#include <system_error>
 
 #include "data/files.h"
 #include "data/token_files.h"
@@ -116,10 +117,14 @@ void tokenize(const TokenizeOptions& options) {
     if (options.shard_tokens == 0 || options.shard_tokens > INT32_MAX) {
         fail("--shard-tokens %zu: must be 1 to %d", options.shard_tokens, INT32_MAX);
     }
-    const Tokenizer tokenizer =
-        options.tokenizer == "bytes" ? byte_tokenizer() : tokenizer_read(options.tokenizer);
-    encode(tokenizer, "");  // refuses one that cannot encode
-    if (tokenizer.end_of_text < 0) fail("--tokenizer %s: has no <|endoftext|>", options.tokenizer.c_str());
+    const std::string& name = options.tokenizer;
+    std::error_code ignored;
+    if (name != "bytes" && !std::filesystem::exists(name, ignored)) {
+        fail("--tokenizer %s: neither \"bytes\" nor a file", name.c_str());
+    }
+    const Tokenizer tokenizer = name == "bytes" ? byte_tokenizer() : tokenizer_read(name);
+    if (!tokenizer.byte_level) fail("--tokenizer %s: has merges; only byte tokenizers encode", name.c_str());
+    if (tokenizer.end_of_text < 0) fail("--tokenizer %s: has no <|endoftext|>", name.c_str());
 
     std::vector<Document> documents;
     size_t train_bytes = 0, val_bytes = 0;
@@ -144,8 +149,7 @@ void tokenize(const TokenizeOptions& options) {
     ShardWriter val = {options.out + "_val_", options.shard_tokens, bytes_per_token, {}, {}};
     for (const Document& document : documents) {
         const MappedFile file = file_map(document.path, "--input");
-        if (file.bytes != document.bytes)
-            fail("--input %s: changed while it was read", document.path.c_str());
+        if (file.bytes != document.bytes) fail("--input %s: changed meanwhile", document.path.c_str());
         if (file.bytes == 0) printf("%s  passed over: empty\n", document.path.c_str());
         append_text(train, tokenizer, file.text().substr(0, document.cut));
         append_text(val, tokenizer, file.text().substr(document.cut));

@@ -15,8 +15,8 @@
 // is whatever the training loop must have back (options, data position, ...); tokenizer is a file to copy in
 // as tokenizer.json, or ""; end_of_text is that tokenizer's id, or -1. First removes the leftovers of
 // interrupted saves; afterwards all complete checkpoints up to this step but the newest `keep` (0 = keep
-// all), so the disk must hold keep + 1. Fails with path and reason; then older checkpoints are untouched and
-// no incomplete folder has a final name.
+// all), so the disk must hold keep + 1. Fails with path and reason; then no incomplete folder has a final
+// name, and nothing older is gone unless the new one is complete.
 template <typename Storage>
 void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& model,
                      const Optimizer& optimizer, const nlohmann::json& state, const std::string& tokenizer,

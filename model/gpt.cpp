@@ -73,16 +73,15 @@ void gpt_check(const GptConfig& config) {
     const size_t parameters = gpt_parameter_count(gpt_parameter_table(config));
     if (parameters > size_t{1} << 40) {
         fail(
-            "--layers %zu --channels %zu --seq-len %zu --vocab-size %zu: %zu parameters need %zu bytes in "
-            "fp32; "
-            "at most 2^40 parameters are supported",
+            "--layers %zu --channels %zu --seq-len %zu --vocab-size %zu: %zu parameters, %zu bytes in fp32; "
+            "at most 2^40 parameters",
             config.layers, config.channels, config.seq_len, config.vocab_size, parameters, 4 * parameters);
     }
 }
 
 double gpt_flops_per_token(const GptConfig& config, size_t T) {
-    // Each parameter takes part in one multiply-add forward and two backward. An untied head computes what a
-    // tied one does: its second table is only read row by row.
+    // Each parameter (llm.c counts the padding too) takes part in one multiply-add forward, two backward. An
+    // untied head computes what a tied one does: its second table is only read row by row.
     GptConfig tied = config;
     tied.tied_head = true;
     double N = 0;
@@ -97,8 +96,7 @@ double gpt_flops_per_token(const GptConfig& config, size_t T) {
 ParameterTable gpt_parameter_table(const GptConfig& config) {
     const size_t L = config.layers, C = config.channels, V = config.vocab_size, Vp = config.padded_vocab();
     const float std = 0.02f;
-    // Each layer adds two branches to the residual stream; scaled so, their sum's variance does not grow with
-    // L.
+    // Each layer adds two branches to the residual stream: scaled so, its variance does not grow with L.
     const float residual_std = std / std::sqrt(2.0f * static_cast<float>(L));
 
     ParameterTable table;
@@ -260,7 +258,8 @@ template <typename Storage>
 Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, size_t min_workspace,
                         Stream* stream) {
     gpt_check(config);
-    if (T < 1 || T > config.seq_len) fail("--seq-len %zu: the model has %zu positions", T, config.seq_len);
+    if (T < 1 || T > config.seq_len)
+        fail("--seq-len %zu: must be 1 to %zu, the positions of the model", T, config.seq_len);
     if (B < 1 || B > INT_MAX / T)
         fail("--batch-size %zu at --seq-len %zu: a batch must have 1 to %d tokens", B, T, INT_MAX);
 
@@ -270,21 +269,26 @@ Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool traina
     model.B = B;
     model.T = T;
 
-    // Zeroed, so that the gaps between tensors are zeros too.
-    model.params_bytes = table_elements(model.table) * sizeof(Storage);
-    model.params = static_cast<Storage*>(device_malloc(model.params_bytes, stream));
-    device_memset_zero(model.params, model.params_bytes, stream);
-    model.p = tensors_of(model.params, model.table, config);
-    if (trainable) {
-        model.grads_bytes = table_elements(model.table) * sizeof(float);
-        model.grads = static_cast<float*>(device_malloc(model.grads_bytes, stream));
-        device_memset_zero(model.grads, model.grads_bytes, stream);
-        model.g = tensors_of(model.grads, model.table, config);
+    try {
+        // Zeroed, so that the gaps between tensors are zeros too.
+        model.params_bytes = table_elements(model.table) * sizeof(Storage);
+        model.params = static_cast<Storage*>(device_malloc(model.params_bytes, stream));
+        device_memset_zero(model.params, model.params_bytes, stream);
+        model.p = tensors_of(model.params, model.table, config);
+        if (trainable) {
+            model.grads_bytes = table_elements(model.table) * sizeof(float);
+            model.grads = static_cast<float*>(device_malloc(model.grads_bytes, stream));
+            device_memset_zero(model.grads, model.grads_bytes, stream);
+            model.g = tensors_of(model.grads, model.table, config);
+        }
+        const size_t needed = place_activations(model.a, nullptr, config, B * T, trainable);
+        model.activations_bytes = std::max(needed, min_workspace);
+        model.activations = static_cast<char*>(device_malloc(model.activations_bytes, stream));
+        place_activations(model.a, model.activations, config, B * T, trainable);
+    } catch (...) {  // out of memory: hand back what was there
+        gpt_destroy(model, stream);
+        throw;
     }
-    const size_t needed = place_activations(model.a, nullptr, config, B * T, trainable);
-    model.activations_bytes = std::max(needed, min_workspace);
-    model.activations = static_cast<char*>(device_malloc(model.activations_bytes, stream));
-    place_activations(model.a, model.activations, config, B * T, trainable);
     return model;
 }
 
@@ -353,6 +357,7 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
         const GptLayer<Storage>& w = p.layers[l];
         const GptLayerActivations<Storage>& x = a.layers[l];
 
+        // Attention. The residual sum that ends the layer before is part of this layer's first LayerNorm.
         if (l == 0) {
             layernorm_forward(x.ln1, x.ln1_mean, x.ln1_rstd, a.embedded, w.ln1_weight, w.ln1_bias, N, C,
                               stream);
@@ -366,6 +371,7 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
         attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, stream);
         linear_forward<Storage>(a.branch, nullptr, x.attention, w.proj_weight, w.proj_bias, N, C, C, stream);
 
+        // MLP
         residual_layernorm_forward(x.residual_mid, x.ln2, x.ln2_mean, x.ln2_rstd, residual_into(a, l),
                                    a.branch, w.ln2_weight, w.ln2_bias, N, C, stream);
         linear_forward(x.fc_gelu, x.fc_pre_gelu, x.ln2, w.fc_weight, w.fc_bias, N, C, 4 * C, stream);
@@ -381,10 +387,10 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
 // ---------------------------------------------------------------------------------------------------
 // Head and loss, a chunk of rows at a time: a (B*T, Vp) matrix would be the largest buffer of all
 
-// The sum of the token losses against host targets (N). With `backward` also the head's gradient, and in
+// The sum of the token losses against host targets (N). With `gradient` also that of the head, and in
 // dbranch that of lnf, both of loss_scale * loss.
 template <typename Storage>
-double head_and_loss(Gpt<Storage>& model, const int* targets, size_t N, bool backward, float loss_scale,
+double head_and_loss(Gpt<Storage>& model, const int* targets, size_t N, bool gradient, float loss_scale,
                      Stream* stream) {
     const size_t C = model.config.channels, V = model.config.vocab_size, Vp = model.config.padded_vocab();
     const GptActivations<Storage>& a = model.a;
@@ -394,9 +400,9 @@ double head_and_loss(Gpt<Storage>& model, const int* targets, size_t N, bool bac
         const size_t rows = std::min(head_chunk, N - first);
         const Storage* x = a.lnf + first * C;
         logits_forward(a.logits, x, model.p.head, rows, C, Vp, stream);
-        cross_entropy<Storage>(a.losses + first, backward ? a.dlogits : nullptr, a.logits, a.targets + first,
+        cross_entropy<Storage>(a.losses + first, gradient ? a.dlogits : nullptr, a.logits, a.targets + first,
                                loss_scale, rows, V, Vp, stream);
-        if (backward) {
+        if (gradient) {
             linear_backward<Storage>(a.dbranch + first * C, model.g.head, nullptr, a.dlogits, x, model.p.head,
                                      nullptr, rows, C, Vp, stream);
         }
@@ -429,6 +435,7 @@ void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
         const GptLayer<float>& dw = g.layers[l];
         const GptLayerActivations<Storage>& x = a.layers[l];
 
+        // MLP
         linear_backward(a.dwide, dw.fcproj_weight, dw.fcproj_bias, a.dresidual, x.fc_gelu, w.fcproj_weight,
                         x.fc_pre_gelu, N, 4 * C, C, stream);
         linear_backward<Storage>(a.dbranch, dw.fc_weight, dw.fc_bias, a.dwide, x.ln2, w.fc_weight, nullptr, N,
@@ -436,6 +443,7 @@ void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
         layernorm_backward(a.dresidual, dw.ln2_weight, dw.ln2_bias, a.dbranch, x.residual_mid, x.ln2_mean,
                            x.ln2_rstd, w.ln2_weight, N, C, stream);
 
+        // Attention
         linear_backward<Storage>(a.dbranch, dw.proj_weight, dw.proj_bias, a.dresidual, x.attention,
                                  w.proj_weight, nullptr, N, C, C, stream);
         attention_backward(a.dwide, a.dbranch, x.attention, x.lse, x.qkv, B, T, C, NH, stream);

@@ -78,8 +78,8 @@ float* newton_schulz(float* x, float* workspace, size_t batch, size_t rows, size
         const float a = static_cast<float>(step.a);
         const float b = static_cast<float>(step.b);
         const float c = static_cast<float>(step.c);
-        // gram = X X^T (tall: X^T X);  polynomial = b gram + c gram^2;  next = a X + polynomial X (X
-        // polynomial).
+        // gram = X X^T;  polynomial = b gram + c gram^2;  next = a X + polynomial X.  Tall: gram = X^T X and
+        // X polynomial, the same function of X.
         gemm_batched<float>(gram, x, x, nullptr, tall, !tall, side, side, std::max(rows, cols), 1.0f, 0.0f,
                             batch, stream);
         gemm_batched(polynomial, gram, gram, gram, false, false, side, side, side, c, b, batch, stream);

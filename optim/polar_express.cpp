@@ -3,6 +3,7 @@
 // |p(s) - 1| there; then on to the interval it leaves, [p(l), 2 - p(l)]. What is best for each step by itself
 // is also best for all of them together, as they prove. Generated rather than tabulated, so that any number
 // of steps has its own set and the source shows where the numbers come from.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <utility>
@@ -11,8 +12,7 @@
 
 namespace {
 
-// Solves four linear equations, each row (coefficients..., right side), by Gaussian elimination with
-// pivoting.
+// Solves four linear equations, each row (coefficients..., right side): Gaussian elimination with pivoting.
 std::array<double, 4> solve(std::array<std::array<double, 5>, 4> rows) {
     for (size_t i = 0; i < 4; i++) {
         size_t pivot = i;

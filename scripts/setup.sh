@@ -8,6 +8,7 @@ packages=(
     nlohmann-json3-dev         # logs, checkpoints, tokenizer.json
     libxxhash-dev              # checkpoint checksums
     libgtest-dev               # tests
+    locales                    # a test in a locale with a decimal comma
     libopenblas-openmp-dev     # the yardstick of `make bench`
 )
 

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <clocale>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -123,21 +122,6 @@ TEST(Options, ConfigFileBelowTheCommandLine) {
     std::ofstream(path) << "learning-rate=0.0025\n";
     EXPECT_NE(error_of([&] { parse_train({"--config", path}); }), "");
     EXPECT_NE(error_of([&] { parse_train({"--config", path + ".absent"}); }), "");
-}
-
-// nlohmann/json#302: a comma locale must not change how numbers are read or written.
-TEST(Options, TheLocaleChangesNothing) {
-    const std::string saved = setlocale(LC_ALL, nullptr);
-    bool tried = false;
-    for (const char* locale : {"de_DE.UTF-8", "nb_NO.UTF-8", "tr_TR.UTF-8", "fr_FR.UTF-8"}) {
-        if (setlocale(LC_ALL, locale) == nullptr) continue;
-        tried = true;
-        const TrainCommand command = parse_train({"--lr", "0.0025"});
-        EXPECT_DOUBLE_EQ(command.options.schedule.lr, 0.0025) << locale;
-        EXPECT_EQ(command.values["lr"].dump(), "0.0025") << locale;
-    }
-    setlocale(LC_ALL, saved.c_str());
-    if (!tried) GTEST_SKIP() << "no comma locale is installed";
 }
 
 TEST(Options, ErrorsNameOptionAndValueInOneLine) {
