@@ -104,8 +104,8 @@ def muon_blocks(name, tensor):
 
 
 def make_optimizers(model, use_muon):
-    """PyTorch's optimizers, and a function that hands the gradients of q, k, v and the other matrices to Muon's
-    parameters, which are views into the model's tensors."""
+    """PyTorch's optimizers, and a function that hands the gradients of q, k, v and the other matrices to
+    Muon's parameters, which are views into the model's tensors."""
     matrices = {name: p for name, p in model.named_parameters()
                 if use_muon and p.ndim == 2 and name.startswith("h.")}
     rest = [p for name, p in model.named_parameters() if name not in matrices]

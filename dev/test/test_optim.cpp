@@ -343,7 +343,7 @@ TEST(NewtonSchulzSet, LegalStepCounts) {
                 EXPECT_EQ(newton_schulz_set(name, steps).size(), static_cast<size_t>(steps));
             } else {
                 const std::string option = "--muon-ns-steps " + std::to_string(steps);
-                expect_refused(option.c_str(), [&] { newton_schulz_set(name, steps); });
+                expect_refused(option.c_str(), [&, name = name] { newton_schulz_set(name, steps); });
             }
         }
     }
@@ -532,7 +532,7 @@ TEST(NewtonSchulz, DegenerateMatrices) {
             EXPECT_LT(s[1], 1e-3);
             EXPECT_EQ(degenerate, 0);
         };
-        const auto expect_zero_and_flagged = [&](const Matrix& o) {
+        const auto expect_zero_and_flagged = [&, rows = rows, cols = cols](const Matrix& o) {
             EXPECT_EQ(o.x, Vector(rows * cols, 0.0));
             EXPECT_EQ(degenerate, 1);
         };
