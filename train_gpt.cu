@@ -311,6 +311,9 @@ Run<Storage> set_up(TrainCommand command) {
     run.tokenizer_path = o.tokenizer.empty() ? tokenizer_of_shards(shards) : o.tokenizer;
     token_files_close(shards);
     if (!run.tokenizer_path.empty()) run.tokenizer = tokenizer_read(run.tokenizer_path);
+    if (!o.sample_prompt.empty() && run.tokenizer_path.empty()) {
+        fail("--sample-prompt: no tokenizer is known; give one with --tokenizer");
+    }
     const GptConfig config = choose_config(o, found.folder, run.tokenizer);
     run.T = o.seq_len ? o.seq_len : config.seq_len;
     if (run.T > config.seq_len) fail("--seq-len %zu: the model has %zu positions", run.T, config.seq_len);
@@ -528,61 +531,46 @@ bool due(const Run<Storage>& run, size_t every) {
     return run.step == run.options.steps || (every != 0 && run.step % every == 0);
 }
 
+// A step that was skipped: said, and given up on when it goes on.
 template <typename Storage>
-void train(const TrainCommand& command) {
-    Run<Storage> run = set_up<Storage>(command);
-    TrainOptions& o = run.options;
-    if (run.step >= o.steps) {
-        printf("step %lu of %zu: this run is finished\n", run.step, o.steps);
-        return;
+void report_skip(Run<Storage>& run, const StepResult& result, uint64_t consecutive_skips) {
+    run_log_write(run.log, "skip", run.step, {{"loss", result.loss}, {"skipped", run.skipped}});
+    console_line(run.console, "step " + std::to_string(run.step + 1) +
+                                  ": gradient norm is not finite, step skipped; " +
+                                  std::to_string(run.skipped) + " so far");
+    if (consecutive_skips == max_consecutive_skips) {
+        fail(
+            "step %lu: the gradient norm was not finite %lu times in a row; the last checkpoint is untouched "
+            "(a lower --lr or an earlier checkpoint may help)",
+            run.step + 1, consecutive_skips);
     }
-    print_tables(run);
-    catch_stop_signals();
-    run_log_start(run.log, run.first_step);
-    run_log_write(run.log, "config", run.step,
-                  {{"options", run.values},
-                   {"steps", o.steps},
-                   {"warmup", o.schedule.warmup},
-                   {"parameters", gpt_parameter_count(run.model.table)},
-                   {"optimizer_state_bytes", optimizer_state_bytes(run.optimizer)},
-                   {"git", git_commit()},
-                   {"program", version_text()},
-                   {"device", device_name(run.stream)},
-                   {"threads", device_threads(run.stream)},
-                   {"matmul_ceiling_flops", run.matmul_ceiling}});
-    if (run.step == 0 && o.val_every != 0) validate(run);
+}
 
-    const double loop_start = now_seconds();
+template <typename Storage>
+void train_loop(Run<Storage>& run) {
+    const TrainOptions& o = run.options;
+    if (run.step == 0 && o.val_every != 0) validate(run);
+    const double start = now_seconds();
     uint64_t consecutive_skips = 0;
     while (run.step < o.steps) {
         const StepResult result = train_step(run);
-        consecutive_skips = result.skipped ? consecutive_skips + 1 : 0;
         if (result.skipped) {
-            run_log_write(run.log, "skip", run.step, {{"loss", result.loss}, {"skipped", run.skipped}});
-            console_line(run.console, "step " + std::to_string(run.step + 1) +
-                                          ": gradient norm is not finite, step skipped; " +
-                                          std::to_string(run.skipped) + " so far");
-            if (consecutive_skips == max_consecutive_skips) {
-                fail(
-                    "step %lu: the gradient norm was not finite %lu times in a row; the last checkpoint is "
-                    "untouched "
-                    "(a lower --lr, or an earlier checkpoint, may help)",
-                    run.step + 1, consecutive_skips);
-            }
+            report_skip(run, result, ++consecutive_skips);
         } else {
-            report_step(run, result, loop_start);
+            consecutive_skips = 0;
+            report_step(run, result, start);
             if (due(run, o.val_every)) validate(run);
             if (due(run, o.sample_every)) sample(run);
             if (due(run, o.checkpoint_every)) save(run);
         }
         if (stop_requested) {
-            if (run.step != 0 && !due(run, o.checkpoint_every)) save(run);
+            if (!due(run, o.checkpoint_every)) save(run);
             console_line(run.console, "stopped by a signal after step " + std::to_string(run.step) +
                                           (o.out.empty() ? "" : "; --resume goes on from here"));
             return;
         }
     }
-    const double seconds = now_seconds() - loop_start;
+    const double seconds = now_seconds() - start;
     run_log_write(run.log, "done", run.step,
                   {{"seconds", seconds},
                    {"val_loss", run.val_loss},
@@ -590,7 +578,42 @@ void train(const TrainCommand& command) {
                    {"peak_bytes", device_peak_bytes(run.stream)}});
     console_line(run.console, "done: " + std::to_string(run.step) + " steps, " + duration(seconds) +
                                   ", peak memory " + mebibytes(device_peak_bytes(run.stream)) + " MiB");
+}
+
+template <typename Storage>
+void tear_down(Run<Storage>& run) {
+    device_free(run.norm_sums, run.stream);
+    optimizer_destroy(run.optimizer, run.stream);
+    gpt_destroy(run.model, run.stream);
+    stream_destroy(run.stream);
+    loader_close(run.train);
+    loader_close(run.val);
     run_log_close(run.log);
+}
+
+template <typename Storage>
+void train(const TrainCommand& command) {
+    Run<Storage> run = set_up<Storage>(command);
+    if (run.step >= run.options.steps) {
+        printf("step %lu of %zu: this run is finished\n", run.step, run.options.steps);
+    } else {
+        print_tables(run);
+        catch_stop_signals();
+        run_log_start(run.log, run.first_step);
+        run_log_write(run.log, "config", run.step,
+                      {{"options", run.values},
+                       {"steps", run.options.steps},
+                       {"warmup", run.options.schedule.warmup},
+                       {"parameters", gpt_parameter_count(run.model.table)},
+                       {"optimizer_state_bytes", optimizer_state_bytes(run.optimizer)},
+                       {"git", git_commit()},
+                       {"program", version_text()},
+                       {"device", device_name(run.stream)},
+                       {"threads", device_threads(run.stream)},
+                       {"matmul_ceiling_flops", run.matmul_ceiling}});
+        train_loop(run);
+    }
+    tear_down(run);
 }
 
 // ---------------------------------------------------------------------------------------------------
