@@ -154,9 +154,8 @@ void plan_steps(Run<Storage>& run, bool warmup_given) {
         o.steps = static_cast<size_t>(batches / static_cast<double>(run.micro_batches_per_step));
         if (o.steps == 0) {
             fail(
-                "--epochs %g: %.0f micro-batches make no step of %zu (--tokens-per-step %zu); give --steps, "
-                "more "
-                "--epochs or fewer --tokens-per-step",
+                "--epochs %g: %.0f micro-batches are less than a step of %zu (--tokens-per-step %zu); --steps "
+                "says how many steps to take",
                 o.epochs, batches, run.micro_batches_per_step, o.tokens_per_step);
         }
     }
@@ -191,46 +190,47 @@ std::string without_layer(const std::string& name) {
     return "h.*" + name.substr(name.find('.', 2));
 }
 
+// "1e-05", "0.0006": a number as people write it.
+std::string short_number(double x) {
+    char text[32];
+    snprintf(text, sizeof(text), "%g", x);
+    return text;
+}
+
 template <typename Storage>
-void print_tables(const Run<Storage>& run) {
+std::string configuration_table(const Run<Storage>& run) {
     const TrainOptions& o = run.options;
     const GptConfig& c = run.model.config;
+    const auto counted = [](size_t count, const char* what) { return std::to_string(count) + " " + what; };
+    const std::string schedule = run.values["schedule"];
+    const double final_lr = o.schedule.lr * o.schedule.final_lr_frac;
     const bool muon = o.optimizer.kind == OptimizerKind::muon;
-    const auto number = [](double x) {
-        char text[32];
-        snprintf(text, sizeof(text), "%g", x);
-        return std::string(text);
-    };
-    const std::string model = std::to_string(c.layers) + " layers, " + std::to_string(c.heads) + " heads, " +
-                              std::to_string(c.channels) + " channels, vocabulary " +
-                              std::to_string(c.vocab_size) + ", context " + std::to_string(c.seq_len) +
-                              (c.tied_head ? "" : ", untied head");
-    const std::string data = std::to_string(run.train.files.size()) + " shard(s), " +
-                             with_commas(loader_windows(run.train)) + " rows of " + std::to_string(run.T) +
-                             " tokens";
-    printf("%s",
-           boxed_table(
-               {{"configuration", ""},
-                {"program", version_text()},
-                {"device", device_name(run.stream) + ", matmul ceiling " +
-                               number(std::round(run.matmul_ceiling / 1e9)) + " GFLOP/s (measured)"},
-                {"model", model},
-                {"parameters", with_commas(gpt_parameter_count(run.model.table))},
-                {"training data", data},
-                {"batch", with_commas(o.tokens_per_step) + " tokens a step = " +
-                              std::to_string(run.micro_batches_per_step) + " micro-batch(es) of " +
-                              std::to_string(o.batch_size) + " x " + std::to_string(run.T)},
-                {"length",
-                 with_commas(o.steps) + " steps, " + with_commas(o.steps * o.tokens_per_step) + " tokens"},
-                {"learning rate", number(o.schedule.lr) + ", warm-up " + std::to_string(o.schedule.warmup) +
-                                      " steps, " + run.values["schedule"].template get<std::string>() +
-                                      " to " + number(o.schedule.lr * o.schedule.final_lr_frac)},
-                {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
-                {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out}})
-               .c_str());
+    return boxed_table({
+        {"configuration", ""},
+        {"program", version_text()},
+        {"device", device_name(run.stream) + ", matmul ceiling " +
+                       short_number(std::round(run.matmul_ceiling / 1e9)) + " GFLOP/s (measured)"},
+        {"model", counted(c.layers, "layers, ") + counted(c.heads, "heads, ") +
+                      counted(c.channels, "channels, ") + counted(c.vocab_size, "token ids, ") +
+                      counted(c.seq_len, "positions") + (c.tied_head ? "" : ", untied head")},
+        {"parameters", with_commas(gpt_parameter_count(run.model.table))},
+        {"training data", counted(run.train.files.size(), "shard(s), ") +
+                              with_commas(loader_windows(run.train)) + " rows of " +
+                              counted(run.T, "tokens")},
+        {"batch", with_commas(o.tokens_per_step) +
+                      " tokens a step = " + counted(run.micro_batches_per_step, "micro-batch(es) of ") +
+                      counted(o.batch_size, "x ") + std::to_string(run.T)},
+        {"length", with_commas(o.steps) + " steps, " + with_commas(o.steps * o.tokens_per_step) + " tokens"},
+        {"learning rate", short_number(o.schedule.lr) + ", warm-up " + counted(o.schedule.warmup, "steps, ") +
+                              schedule + " to " + short_number(final_lr)},
+        {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
+        {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out},
+    });
+}
 
-    // Who owns what: tensors of all layers together, as the parameter table and the optimizer's slots have
-    // them.
+// Who owns what: the optimizer's slots, with those of all layers in one row.
+template <typename Storage>
+std::string ownership_table(const Run<Storage>& run) {
     std::vector<std::vector<std::string>> rows = {
         {"tensor", "optimizer", "matrices", "shape", "parameters", "decay", "state bytes"}};
     const auto add = [](std::string& cell, size_t more) { cell = std::to_string(std::stoull(cell) + more); };
@@ -255,17 +255,19 @@ void print_tables(const Run<Storage>& run) {
     for (size_t i = 1; i < rows.size(); i++) {
         for (const size_t column : {2, 4, 6}) rows[i][column] = with_commas(std::stoull(rows[i][column]));
     }
-    printf("%s", boxed_table(rows).c_str());
+    return boxed_table(rows);
+}
 
-    printf("%s", boxed_table({{"memory", "MiB"},
-                              {"parameters", mebibytes(run.model.params_bytes)},
-                              {"gradients (fp32)", mebibytes(run.model.grads_bytes)},
-                              {"optimizer state", mebibytes(optimizer_state_bytes(run.optimizer))},
-                              {"activations, shared with the optimizer's work",
-                               mebibytes(run.model.activations_bytes)},
-                              {"all, at the start", mebibytes(device_allocated_bytes(run.stream))}})
-                     .c_str());
-    fflush(stdout);
+template <typename Storage>
+std::string memory_table(const Run<Storage>& run) {
+    return boxed_table({
+        {"memory", "MiB"},
+        {"parameters", mebibytes(run.model.params_bytes)},
+        {"gradients (fp32)", mebibytes(run.model.grads_bytes)},
+        {"optimizer state", mebibytes(optimizer_state_bytes(run.optimizer))},
+        {"activations, shared with the optimizer's work", mebibytes(run.model.activations_bytes)},
+        {"all, at the start", mebibytes(device_allocated_bytes(run.stream))},
+    });
 }
 
 // Opens everything a run needs, or resumes it. The order is cheap checks first: a bad option or data file is
@@ -330,9 +332,7 @@ Run<Storage> set_up(TrainCommand command) {
     run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
     // The optimizer works in the activations' memory, which is dead between backward and the next forward.
     const ParameterTable table = gpt_parameter_table(config);
-    Optimizer sizes = optimizer_create(o.optimizer, table, run.stream);
-    const size_t workspace = optimizer_minimum_workspace(sizes) * sizeof(float);
-    optimizer_destroy(sizes, run.stream);
+    const size_t workspace = optimizer_minimum_workspace(optimizer_plan(o.optimizer, table)) * sizeof(float);
     run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, workspace, run.stream);
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
     run.norm_sums =
@@ -597,7 +597,9 @@ void train(const TrainCommand& command) {
     if (run.step >= run.options.steps) {
         printf("step %lu of %zu: this run is finished\n", run.step, run.options.steps);
     } else {
-        print_tables(run);
+        printf("%s%s%s", configuration_table(run).c_str(), ownership_table(run).c_str(),
+               memory_table(run).c_str());
+        fflush(stdout);
         catch_stop_signals();
         run_log_start(run.log, run.first_step);
         run_log_write(run.log, "config", run.step,

@@ -155,7 +155,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                group);
     add_number(*app, "--beta2", o.optimizer.beta2, 0, 0.9999999, "AdamW's second moment (llm.c, nanoGPT)",
                group);
-    add_number(*app, "--eps", o.optimizer.eps, 0, 1, "AdamW's epsilon (PyTorch)", group);
+    add_number(*app, "--eps", o.optimizer.eps, 1e-30, 1, "AdamW's epsilon (PyTorch)", group);
     add_number(*app, "--grad-clip", o.grad_clip, 0, 1e30,
                "largest global gradient norm (llm.c, nanoGPT); 0: no clipping", group);
 

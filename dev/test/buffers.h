@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -191,6 +193,7 @@ double tolerance(size_t length) {
 
 // Normalised mean square error below tolerance^2, and no single error above 6 tolerances of the element's
 // own size plus the result's root mean square. A NaN or infinity where the reference has none fails.
+// With PRINT_ERRORS in the environment it also says how much of the allowance was used.
 template <typename Storage>
 void expect_close(const char* name, const Vector& actual, const Vector& expected, size_t length,
                   double slack = 1) {
