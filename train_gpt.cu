@@ -154,8 +154,8 @@ void plan_steps(Run<Storage>& run, bool warmup_given) {
         o.steps = static_cast<size_t>(batches / static_cast<double>(run.micro_batches_per_step));
         if (o.steps == 0) {
             fail(
-                "--epochs %g: %.0f micro-batches are less than a step of %zu (--tokens-per-step %zu); --steps "
-                "says how many steps to take",
+                "--epochs %g: %.0f micro-batches are less than a step of %zu (--tokens-per-step %zu); "
+                "--steps says how many steps to take",
                 o.epochs, batches, run.micro_batches_per_step, o.tokens_per_step);
         }
     }

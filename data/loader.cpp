@@ -82,10 +82,8 @@ Loader loader_open(const std::string& pattern, const std::string& flag, size_t r
         loader.first_window.push_back(loader.first_window.back() + windows_of(file, T));
     }
     if (loader_windows(loader) < rows) {
-        fail(
-            "%s %s: too short: %zu tokens give %zu windows of %zu, a batch needs %zu (%zu tokens in one "
-            "file)",
-            flag.c_str(), pattern.c_str(), tokens, loader_windows(loader), T, rows, rows * T + 1);
+        fail("%s %s: %zu tokens give %zu windows of %zu; a batch needs %zu: %zu tokens in one file",
+             flag.c_str(), pattern.c_str(), tokens, loader_windows(loader), T, rows, rows * T + 1);
     }
     return loader;
 }
