@@ -48,7 +48,6 @@ void catch_stop_signals() {
     action.sa_flags = static_cast<int>(SA_RESETHAND);
     sigaction(SIGINT, &action, nullptr);
     sigaction(SIGTERM, &action, nullptr);
-    signal(SIGXFSZ, SIG_IGN);  // a file-size limit is reported by the write that hits it
 }
 
 double now_seconds() {
@@ -683,6 +682,7 @@ void run_command(std::vector<std::string> arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    signal(SIGXFSZ, SIG_IGN);  // a file-size limit is reported by the write that hits it
     try {
         run_command(std::vector<std::string>(argv + 1, argv + argc));
     } catch (const std::bad_alloc&) {

@@ -13,7 +13,8 @@ template <typename Storage>
 void adamw_update(Storage* param, float* master, float* m, float* v, const float* grad, size_t n,
                   const AdamWStep& step, Stream* stream) {
     check_sizes("adamw_update", {n});
-    if (master == nullptr && !std::is_same_v<Storage, float>) fail("adamw_update: 16-bit parameters need a master");
+    if (master == nullptr && !std::is_same_v<Storage, float>)
+        fail("adamw_update: 16-bit parameters need a master");
 
     const float one_minus_beta1 = 1.0f - step.beta1;
     const float one_minus_beta2 = 1.0f - step.beta2;

@@ -47,7 +47,8 @@ Shape head_shape(const char* op, size_t B, size_t T, size_t C, size_t NH) {
     check_sizes(op, {B, T, C, NH});
     if (C % NH != 0) fail("%s: C %zu is not a multiple of NH %zu", op, C, NH);
     const size_t HS = C / NH, width = round_up(HS, tile_columns);
-    return {T, HS, width, ceil_div(T, block), block * width, C, 3 * C, 1.0f / std::sqrt(static_cast<float>(HS))};
+    return {
+        T, HS, width, ceil_div(T, block), block * width, C, 3 * C, 1.0f / std::sqrt(static_cast<float>(HS))};
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -55,7 +56,8 @@ Shape head_shape(const char* op, size_t B, size_t T, size_t C, size_t NH) {
 
 // rows(i,:) = factor * source(i,:HS) for `count` tokens; zero up to `width`, and up to a whole block.
 template <typename Storage>
-void pack_rows(float* rows, const Storage* source, size_t stride, size_t count, const Shape& shape, float factor) {
+void pack_rows(float* rows, const Storage* source, size_t stride, size_t count, const Shape& shape,
+               float factor) {
     for (size_t i = 0; i < count; i++) {
         float* row = rows + i * shape.width;
 #pragma omp simd
@@ -67,7 +69,8 @@ void pack_rows(float* rows, const Storage* source, size_t stride, size_t count, 
 
 // target(i,:HS) = factor * rows(i,:HS) for `count` tokens.
 template <typename Storage>
-void unpack_rows(Storage* target, size_t stride, const float* rows, size_t count, const Shape& shape, float factor) {
+void unpack_rows(Storage* target, size_t stride, const float* rows, size_t count, const Shape& shape,
+                 float factor) {
     for (size_t i = 0; i < count; i++) {
 #pragma omp simd
         for (size_t h = 0; h < shape.HS; h++) {
@@ -116,8 +119,8 @@ struct LeftOperand {
 }
 
 // The same for a row of tiles: c (6,columns), b (depth,columns), columns a multiple of 16.
-void multiply(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b, size_t ldb, size_t columns,
-              size_t depth) {
+void multiply(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b, size_t ldb,
+              size_t columns, size_t depth) {
     for (size_t column = 0; column < columns; column += tile_columns) {
         multiply_tile(c + column, ldc, accumulate, a, b + column, ldb, depth);
     }
@@ -194,7 +197,9 @@ void head_forward(Storage* out, float* lse, const Storage* qkv, const Shape& sha
                 const size_t columns = scores_width(diagonal, row);
                 multiply(scores, block, false, {q + row * width, width, 1}, block_k_columns, block, columns,
                          shape.HS);
-                for (size_t i = 0; diagonal && i < tile_rows; i++) mask_future(scores + i * block, row + i, columns);
+                for (size_t i = 0; diagonal && i < tile_rows; i++) {
+                    mask_future(scores + i * block, row + i, columns);
+                }
                 softmax_rows(scores, columns, maximum + row, total + row, correction);
 
                 float* tile_output = output + row * width;
@@ -207,7 +212,8 @@ void head_forward(Storage* out, float* lse, const Storage* qkv, const Shape& sha
             }
         }
         for (size_t i = 0; i < queries; i++) {
-            unpack_rows(out + (t + i) * shape.stride, shape.stride, output + i * width, 1, shape, 1.0f / total[i]);
+            unpack_rows(out + (t + i) * shape.stride, shape.stride, output + i * width, 1, shape,
+                        1.0f / total[i]);
             lse[t + i] = maximum[i] + std::log(total[i]);
         }
     }
@@ -223,12 +229,13 @@ size_t backward_scratch_bytes(const Shape& shape) {
 // One head. Blocks of keys outside, so that dk and dv are finished one block after the other, in order of the
 // queries; dq of all queries grows in order of the keys.
 template <typename Storage>
-void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const float* lse, const Storage* qkv,
-                   const Shape& shape, float* scratch) {
+void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const float* lse,
+                   const Storage* qkv, const Shape& shape, float* scratch) {
     const size_t width = shape.width, stride = shape.qkv_stride;
     const size_t all = shape.blocks * shape.block_floats, one = shape.block_floats;
-    float *q = scratch, *d_output = q + all, *dq = d_output + all;  // all queries
-    float *k = dq + all, *k_columns = k + one, *v_columns = k_columns + one, *dk = v_columns + one, *dv = dk + one;
+    float *q = scratch, *d_output = q + all, *dq = d_output + all;            // all queries
+    float *k = dq + all, *k_columns = k + one, *v_columns = k_columns + one;  // one block of keys
+    float *dk = v_columns + one, *dv = dk + one;                              // theirs
     float *p = dv + one, *ds = p + block * block;  // one block of queries by keys; ds holds dp first
     float* D = ds + block * block;                 // all queries
 
@@ -254,9 +261,10 @@ void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const
             for (size_t row = 0; row < queries; row += tile_rows) {
                 const size_t columns = scores_width(diagonal, row);
                 const size_t offset = (t + row) * width;
-                multiply(p + row * block, block, false, {q + offset, width, 1}, k_columns, block, columns, shape.HS);
-                multiply(ds + row * block, block, false, {d_output + offset, width, 1}, v_columns, block, columns,
+                multiply(p + row * block, block, false, {q + offset, width, 1}, k_columns, block, columns,
                          shape.HS);
+                multiply(ds + row * block, block, false, {d_output + offset, width, 1}, v_columns, block,
+                         columns, shape.HS);
                 for (size_t i = row; i < std::min(row + tile_rows, queries); i++) {
                     float *p_row = p + i * block, *ds_row = ds + i * block;
                     const float row_lse = lse[t + i], row_D = D[t + i];
@@ -268,13 +276,14 @@ void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const
                     }
                 }
                 const size_t depth = diagonal ? row + tile_rows : block;
-                multiply(dq + offset, width, key_block > 0, {ds + row * block, block, 1}, k, width, width, depth);
+                multiply(dq + offset, width, key_block > 0, {ds + row * block, block, 1}, k, width, width,
+                         depth);
             }
             for (size_t row = 0; row < keys; row += tile_rows) {
                 const size_t start = diagonal ? row : 0;  // the first query that sees one of these keys
                 const size_t offset = (t + start) * width, depth = queries - start;
-                multiply(dk + row * width, width, !diagonal, {ds + start * block + row, 1, block}, q + offset, width,
-                         width, depth);
+                multiply(dk + row * width, width, !diagonal, {ds + start * block + row, 1, block}, q + offset,
+                         width, width, depth);
                 multiply(dv + row * width, width, !diagonal, {p + start * block + row, 1, block},
                          d_output + offset, width, width, depth);
             }
@@ -305,24 +314,26 @@ void attention_forward(Storage* out, float* lse, const Storage* qkv, size_t B, s
     const Shape shape = head_shape("attention_forward", B, T, C, NH);
     // With fewer heads than threads, a head's blocks of queries are dealt out to several items.
     const size_t parts = std::min(shape.blocks, ceil_div(static_cast<size_t>(stream->threads), B * NH));
-    for_items(stream, B * NH * parts, 2 * B * T * T * C, forward_scratch_bytes(shape), [&](size_t item, float* scratch) {
-        const size_t head = item / parts, first_token = head / NH * T, channel = head % NH * shape.HS;
-        head_forward(out + first_token * C + channel, lse + head * T, qkv + first_token * 3 * C + channel, shape,
-                     item % parts, parts, scratch);
-    });
+    const auto body = [&](size_t item, float* scratch) {
+        const size_t head = item / parts, t = head / NH * T, channel = head % NH * shape.HS;
+        head_forward(out + t * C + channel, lse + head * T, qkv + t * 3 * C + channel, shape, item % parts,
+                     parts, scratch);
+    };
+    for_items(stream, B * NH * parts, 2 * B * T * T * C, forward_scratch_bytes(shape), body);
 }
 
 template <typename Storage>
 void attention_backward(Storage* dqkv, const Storage* dout, const Storage* out, const float* lse,
                         const Storage* qkv, size_t B, size_t T, size_t C, size_t NH, Stream* stream) {
     const Shape shape = head_shape("attention_backward", B, T, C, NH);
-    for_items(stream, B * NH, 5 * B * T * T * C, backward_scratch_bytes(shape), [&](size_t head, float* scratch) {
-        const size_t first_token = head / NH * T, channel = head % NH * shape.HS;
-        const size_t at = first_token * C + channel, qkv_at = first_token * 3 * C + channel;
+    const auto body = [&](size_t head, float* scratch) {
+        const size_t t = head / NH * T, channel = head % NH * shape.HS;
+        const size_t at = t * C + channel, qkv_at = t * 3 * C + channel;
         head_backward(dqkv + qkv_at, dout + at, out + at, lse + head * T, qkv + qkv_at, shape, scratch);
-    });
+    };
+    for_items(stream, B * NH, 5 * B * T * T * C, backward_scratch_bytes(shape), body);
 }
 
 template void attention_forward(float*, float*, const float*, size_t, size_t, size_t, size_t, Stream*);
-template void attention_backward(float*, const float*, const float*, const float*, const float*, size_t, size_t,
-                                 size_t, size_t, Stream*);
+template void attention_backward(float*, const float*, const float*, const float*, const float*, size_t,
+                                 size_t, size_t, size_t, Stream*);

@@ -25,8 +25,8 @@ double sum_of_exp(const float* x, float maximum, size_t n) {
 }  // namespace
 
 template <typename Storage>
-void cross_entropy(float* losses, Storage* dlogits, const float* logits, const int* targets, float dloss, size_t N,
-                   size_t V, size_t Vp, Stream* stream) {
+void cross_entropy(float* losses, Storage* dlogits, const float* logits, const int* targets, float dloss,
+                   size_t N, size_t V, size_t Vp, Stream* stream) {
     check_sizes("cross_entropy", {N, V});
     if (V > Vp) fail("cross_entropy: V %zu is above Vp %zu", V, Vp);
     for_rows(stream, N, V, [&](size_t row) {

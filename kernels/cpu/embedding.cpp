@@ -7,8 +7,8 @@
 #include "kernels/kernels.h"
 
 template <typename Storage>
-void embedding_forward(Storage* out, const int* tokens, const Storage* wte, const Storage* wpe, size_t B, size_t T,
-                       size_t C, Stream* stream) {
+void embedding_forward(Storage* out, const int* tokens, const Storage* wte, const Storage* wpe, size_t B,
+                       size_t T, size_t C, Stream* stream) {
     check_sizes("embedding_forward", {B, T, C});
     for_rows(stream, B * T, C, [&](size_t row) {
         const Storage* token = wte + static_cast<size_t>(tokens[row]) * C;
@@ -41,5 +41,6 @@ void embedding_backward(float* dwte, float* dwpe, const Storage* dout, const int
     for_chunks(stream, C, ceil_div(ceil_div(C, pieces), 16) * 16, add_channels);
 }
 
-template void embedding_forward(float*, const int*, const float*, const float*, size_t, size_t, size_t, Stream*);
+template void embedding_forward(float*, const int*, const float*, const float*, size_t, size_t, size_t,
+                                Stream*);
 template void embedding_backward(float*, float*, const float*, const int*, size_t, size_t, size_t, Stream*);

@@ -56,7 +56,7 @@ constexpr size_t vector_floats = 4;
 constexpr size_t panel_rows = 6;
 constexpr size_t panel_columns = 2 * vector_floats;
 constexpr size_t tile_floats = panel_rows * panel_columns;
-constexpr size_t k_block = 384;   // a panel of B of this depth is three quarters of a 32 KiB L1 (AVX2)
+constexpr size_t k_block = 256;   // a panel of B of this depth is three quarters of a 32 KiB L1 (AVX2)
 constexpr size_t pack_panels = 4;  // of B, packed together: 256 contiguous bytes of a row (AVX2)
 
 struct Range {

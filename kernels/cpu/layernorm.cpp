@@ -21,10 +21,12 @@ void normalize_row(Storage* out, float* mean_out, float* rstd_out, const Storage
                    const Storage* bias, size_t C) {
     const float count = static_cast<float>(C);
     const float mean = lane_sum<float>(C, [&](size_t c) { return to_float(x[c]); }) / count;
-    const float variance = lane_sum<float>(C, [&](size_t c) {
-                               const float difference = to_float(x[c]) - mean;
-                               return difference * difference;
-                           }) / count;
+    const float variance = lane_sum<float>(C,
+                                           [&](size_t c) {
+                                               const float difference = to_float(x[c]) - mean;
+                                               return difference * difference;
+                                           }) /
+                           count;
     const float rstd = 1.0f / std::sqrt(variance + epsilon);
 #pragma omp simd
     for (size_t c = 0; c < C; c++) {
@@ -37,8 +39,8 @@ void normalize_row(Storage* out, float* mean_out, float* rstd_out, const Storage
 
 // dx of one row is updated; its share of dweight and dbias is added to the chunk's partial sums.
 template <typename Storage>
-void row_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x, float mean,
-                  float rstd, const Storage* weight, size_t C) {
+void row_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x,
+                  float mean, float rstd, const Storage* weight, size_t C) {
     const auto g = [&](size_t c) { return to_float(dout[c]) * to_float(weight[c]); };
     const auto normalized = [&](size_t c) { return (to_float(x[c]) - mean) * rstd; };
     const float count = static_cast<float>(C);
@@ -67,8 +69,8 @@ void layernorm_forward(Storage* out, float* mean, float* rstd, const Storage* x,
 
 template <typename Storage>
 void residual_layernorm_forward(Storage* sum, Storage* out, float* mean, float* rstd, const Storage* a,
-                                const Storage* b, const Storage* weight, const Storage* bias, size_t N, size_t C,
-                                Stream* stream) {
+                                const Storage* b, const Storage* weight, const Storage* bias, size_t N,
+                                size_t C, Stream* stream) {
     check_sizes("residual_layernorm_forward", {N, C});
     for_rows(stream, N, C, [&](size_t row) {
         Storage* sum_row = sum + row * C;
@@ -111,9 +113,9 @@ void layernorm_backward(Storage* dx, float* dweight, float* dbias, const Storage
     });
 }
 
-template void layernorm_forward(float*, float*, float*, const float*, const float*, const float*, size_t, size_t,
-                                Stream*);
-template void residual_layernorm_forward(float*, float*, float*, float*, const float*, const float*, const float*,
-                                         const float*, size_t, size_t, Stream*);
-template void layernorm_backward(float*, float*, float*, const float*, const float*, const float*, const float*,
-                                 const float*, size_t, size_t, Stream*);
+template void layernorm_forward(float*, float*, float*, const float*, const float*, const float*, size_t,
+                                size_t, Stream*);
+template void residual_layernorm_forward(float*, float*, float*, float*, const float*, const float*,
+                                         const float*, const float*, size_t, size_t, Stream*);
+template void layernorm_backward(float*, float*, float*, const float*, const float*, const float*,
+                                 const float*, const float*, size_t, size_t, Stream*);

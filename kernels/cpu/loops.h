@@ -48,14 +48,16 @@ Number reduce_lanes(size_t n, Number identity, const Combine& combine, const Ter
 
 template <typename Number, size_t lanes = 32, typename Term>
 Number lane_sum(size_t n, const Term& term) {
-    return reduce_lanes<lanes>(n, Number{0}, [](Number a, Number b) { return a + b; }, term);
+    return reduce_lanes<lanes>(
+        n, Number{0}, [](Number a, Number b) { return a + b; }, term);
 }
 
 // The largest of x(0..n); NaNs are passed over.
 template <size_t lanes = 32>
 float lane_max(const float* x, size_t n) {
     const auto larger = [](float a, float b) { return b > a ? b : a; };
-    return reduce_lanes<lanes>(n, -std::numeric_limits<float>::infinity(), larger, [&](size_t i) { return x[i]; });
+    return reduce_lanes<lanes>(n, -std::numeric_limits<float>::infinity(), larger,
+                               [&](size_t i) { return x[i]; });
 }
 
 // Every op refuses sizes of zero, by its name.

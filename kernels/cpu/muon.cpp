@@ -69,7 +69,8 @@ template <typename Storage, typename Update>
 void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
                  float weight_decay, Stream* stream) {
     check_sizes("muon_update", {n});
-    if (master == nullptr && !std::is_same_v<Storage, float>) fail("muon_update: 16-bit parameters need a master");
+    if (master == nullptr && !std::is_same_v<Storage, float>)
+        fail("muon_update: 16-bit parameters need a master");
     const float decay = static_cast<float>(1.0 - static_cast<double>(lr) * weight_decay);
     const float step_size = lr * scale;
     for_chunks(stream, n, parallel_grain, [=](size_t begin, size_t end) {
