@@ -267,7 +267,7 @@ TEST(Files, ShortAndInterruptedWritesAreCompleted) {
     sigemptyset(&alarm_set);
     sigaddset(&alarm_set, SIGALRM);
     pthread_sigmask(SIG_BLOCK, &alarm_set, nullptr);
-    std::thread reader([&] {
+    std::jthread reader([&] {
         std::ifstream file(path, std::ios::binary);
         std::vector<char> buffer(100'000);
         while (file.read(buffer.data(), static_cast<std::streamsize>(buffer.size())) || file.gcount() > 0) {
@@ -1156,6 +1156,29 @@ TEST(Checkpoint, ReportsAReadOnlyFolder) {
     });
     fs::permissions(out.path, fs::perms(0755));
     EXPECT_EQ(result, passed);
+}
+
+// An old checkpoint that cannot be removed is reported; what is left of it is no checkpoint by its name.
+TEST(Checkpoint, NeverHalfRemovesUnderAFinalName) {
+    const TempFolder out;
+    Trained trained(small_config());
+    trained.save(out.path, 1);
+    const fs::path old = out / "step_00000001", gone = out / ".tmp_step_00000001";
+    fs::create_directory(old / "locked");
+    spill(old / "locked/file", "");
+    for (const fs::path& open : {fs::path(out.path), old}) fs::permissions(open, fs::perms(0777));
+    fs::permissions(old / "locked", fs::perms(0555));
+    const int result = in_child([&] {
+        if (geteuid() == 0 && setuid(65534) != 0) return failed;
+        expect_refused([&] { trained.save(out.path, 2, 1); }, {gone, "cannot remove"});
+        return testing::Test::HasFailure() ? failed : passed;
+    });
+    EXPECT_EQ(result, passed);
+    EXPECT_EQ(names_in(out.path), (std::vector<std::string>{gone.filename(), "step_00000002"}));
+    EXPECT_EQ(checkpoint_find(out.path).step, 2u);
+    fs::permissions(gone / "locked", fs::perms(0755));
+    trained.save(out.path, 3, 1);
+    EXPECT_EQ(names_in(out.path), std::vector<std::string>{"step_00000003"});
 }
 
 TEST(Checkpoint, RefusesATokenizerThatIsNotThere) {

@@ -8,7 +8,6 @@ namespace gemm_detail {
 namespace {
 
 constexpr size_t max_tile_panels = 16;                 // 96 rows of A, k_block deep, are 144 KiB of L2
-constexpr size_t min_tile_panels = 4;                  // below it, fetching B into L1 is not paid back
 constexpr size_t max_group_columns = 3072;
 constexpr size_t max_packed_floats = size_t{1} << 23;  // 32 MiB of packed B
 
@@ -33,10 +32,8 @@ Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads) {
     plan.group_k = std::min(k, max_packed_floats / group_columns / k_block * k_block);
     plan.group_batch = plan.group_k < k ? 1 : std::clamp(max_packed_floats / (group_columns * k), size_t{1}, batch);
 
-    // Four tiles a thread even out a busy core; a multiple of the threads ends them together.
-    const size_t wanted = ceil_div(4 * threads, plan.group_batch);
-    plan.row_tiles = std::clamp(wanted, ceil_div(row_panels, max_tile_panels), ceil_div(row_panels, min_tile_panels));
-    plan.row_tiles = std::min(row_panels, ceil_div(plan.row_tiles, threads) * threads);
+    // As large as fits, and a multiple of the threads, so that equal cores end together.
+    plan.row_tiles = std::min(row_panels, ceil_div(ceil_div(row_panels, max_tile_panels), threads) * threads);
     // Cutting columns packs A again for each piece, so it is done only to keep every thread busy.
     const size_t tiles = plan.row_tiles * plan.group_batch;
     plan.column_tiles = std::min(plan.group_panels, ceil_div(threads, tiles));
@@ -82,9 +79,10 @@ template void pack<panel_columns>(float*, size_t, const float*, size_t, size_t, 
 
 // The accumulators are named: as an array, gcc keeps them in memory at a third of the speed. Neither is the
 // loop unrolled: gcc then moves registers about, and loses a tenth.
-void multiply_panels(float* tile, const float* sums, const float* a, const float* b, size_t depth) {
+void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead, size_t depth) {
     Vector c00{}, c01{}, c10{}, c11{}, c20{}, c21{}, c30{}, c31{}, c40{}, c41{}, c50{}, c51{};
-    for (size_t s = 0; s < depth; s++, a += panel_rows, b += panel_columns) {
+    for (size_t s = 0; s < depth; s++, a += panel_rows, b += panel_columns, ahead += panel_columns) {
+        __builtin_prefetch(ahead, 0, 2);
         const Vector b0 = load(b), b1 = load(b + vector_floats);
         c00 += a[0] * b0, c01 += a[0] * b1;
         c10 += a[1] * b0, c11 += a[1] * b1;

@@ -82,7 +82,7 @@ void pack(float* packed, size_t panel_stride, const Storage* source, size_t lane
 
 // tile = sums + a b for packed panels a and b of the given depth. tile and sums are row-major (panel_rows,
 // panel_columns), aligned, and may be the same; sums may be null, meaning 0.
-void multiply_panels(float* tile, const float* sums, const float* a, const float* b, size_t depth);
+void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead, size_t depth);
 
 }  // namespace gemm_detail
 
@@ -131,12 +131,13 @@ void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n
                 for (size_t row = rows.begin; row < rows.end; row++, sum += tile_floats) {
                     const float* const a_panel = packed_a + (row - rows.begin) * depth * panel_rows;
                     const float* const before = step == 0 ? nullptr : sum;
+                    const float* const ahead = row == rows.begin ? b_panel + group.depth.size() * panel_columns : b_panel;
                     if (step + depth < k) {
-                        multiply_panels(sum, before, a_panel, b_panel, depth);
+                        multiply_panels(sum, before, a_panel, b_panel, ahead, depth);
                         continue;
                     }
                     alignas(64) float tile[tile_floats];
-                    multiply_panels(tile, before, a_panel, b_panel, depth);
+                    multiply_panels(tile, before, a_panel, b_panel, ahead, depth);
                     const size_t j = column * panel_columns;
                     for (size_t r = 0; r < std::min(panel_rows, m - row * panel_rows); r++) {
                         const float* const piece_of_row = tile + r * panel_columns;

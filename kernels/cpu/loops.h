@@ -29,9 +29,11 @@ void for_rows(const Stream* stream, size_t rows, size_t cols, const Body& body) 
 }
 
 // Combines term(0..n) in `lanes` lanes, term i in lane i mod lanes, then the lanes pairwise. The lanes are
-// vector registers; spelled out, because the compiler may not reorder a float sum by itself.
+// vector registers; spelled out, because the compiler may not reorder a float sum by itself. Always inlined:
+// left as a function of its own, clang makes scalar code of it.
 template <size_t lanes, typename Number, typename Combine, typename Term>
-Number reduce_lanes(size_t n, Number identity, const Combine& combine, const Term& term) {
+[[gnu::always_inline]] inline Number reduce_lanes(size_t n, Number identity, const Combine& combine,
+                                                  const Term& term) {
     Number lane[lanes];
     std::fill_n(lane, lanes, identity);
     size_t first = 0;
@@ -47,14 +49,14 @@ Number reduce_lanes(size_t n, Number identity, const Combine& combine, const Ter
 }
 
 template <typename Number, size_t lanes = 32, typename Term>
-Number lane_sum(size_t n, const Term& term) {
+[[gnu::always_inline]] inline Number lane_sum(size_t n, const Term& term) {
     return reduce_lanes<lanes>(
         n, Number{0}, [](Number a, Number b) { return a + b; }, term);
 }
 
 // The largest of x(0..n); NaNs are passed over.
 template <size_t lanes = 32>
-float lane_max(const float* x, size_t n) {
+[[gnu::always_inline]] inline float lane_max(const float* x, size_t n) {
     const auto larger = [](float a, float b) { return b > a ? b : a; };
     return reduce_lanes<lanes>(n, -std::numeric_limits<float>::infinity(), larger,
                                [&](size_t i) { return x[i]; });
