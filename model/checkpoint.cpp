@@ -87,7 +87,7 @@ std::string state_checksum(json content) {
 // state.json of a folder, complete and undamaged.
 json read_state_file(const std::string& folder) {
     const std::string path = folder + state_name;
-    const json content = json_read(path);
+    json content = json_read(path);
     if (!content.is_object() || content.value("format", json()) != format_name) {
         fail("%s: is not a checkpoint's", path.c_str());
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sanitizer/asan_interface.h>
 
 #include <cmath>
 #include <cstdio>
@@ -102,9 +103,10 @@ inline std::vector<int> integers(size_t n, unsigned seed, size_t limit) {
 // ---------------------------------------------------------------------------------------------------
 // Device buffers
 
-// Device memory holding `contents`, with a guard on both sides; the guards are checked when it is read and
-// when it goes. The front guard keeps the device's 256-byte alignment; the back one starts at the very next
-// byte, whatever the size.
+// Device memory holding `contents`, with a guard on both sides. A guard that was written shows when the
+// buffer is read and when it goes; under AddressSanitizer (make SANITIZE=1) the read or write itself is
+// reported. The front guard keeps the device's 256-byte alignment; the back one starts at the very next byte,
+// whatever the size.
 template <typename Element>
 struct Buffer {
     Buffer(const std::vector<Element>& contents, Stream* stream_) : size(contents.size()), stream(stream_) {
@@ -113,20 +115,24 @@ struct Buffer {
         memcpy(bytes.data() + guard, contents.data(), size * sizeof(Element));
         memory = static_cast<char*>(device_malloc(bytes.size(), stream));
         copy_to_device(memory, bytes.data(), bytes.size(), stream);
+        close_guards();
     }
     ~Buffer() {
         read();
+        open_guards();
         device_free(memory, stream);
     }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    Element* data() { return reinterpret_cast<Element*>(memory + guard); }
-    operator Element*() { return data(); }
+    Element* data() const { return reinterpret_cast<Element*>(memory + guard); }
+    operator Element*() const { return data(); }
 
     std::vector<Element> read() const {
         std::vector<char> bytes(total_bytes()), untouched(guard);
+        open_guards();
         copy_to_host(bytes.data(), memory, bytes.size(), stream);
+        close_guards();
         fill_unwritten(untouched.data(), guard);
         const char* back = bytes.data() + bytes.size() - guard;
         EXPECT_EQ(memcmp(bytes.data(), untouched.data(), guard), 0) << "written before the buffer's start";
@@ -140,6 +146,13 @@ struct Buffer {
 private:
     static constexpr size_t guard = 1024;
     size_t total_bytes() const { return 2 * guard + size * sizeof(Element); }
+
+    // Both do nothing without the sanitizer.
+    void close_guards() const {
+        ASAN_POISON_MEMORY_REGION(memory, guard);
+        ASAN_POISON_MEMORY_REGION(memory + total_bytes() - guard, guard);
+    }
+    void open_guards() const { ASAN_UNPOISON_MEMORY_REGION(memory, total_bytes()); }
 
     size_t size;
     Stream* stream;

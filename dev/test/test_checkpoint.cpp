@@ -1124,6 +1124,24 @@ TEST(Checkpoint, ReportsAFileSizeLimit) {
     EXPECT_EQ(result, passed);
 }
 
+// Mounts a small disk that only this process sees, and that goes with it. False where that is not permitted.
+bool mount_disk(const std::string& path, size_t bytes) {
+    const std::string user = std::to_string(getuid()), group = std::to_string(getgid());
+    if (unshare(CLONE_NEWNS) != 0) {  // not root: become the root of a name space of one's own
+        if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return false;
+        try {
+            spill("/proc/self/setgroups", "deny");
+            spill("/proc/self/uid_map", "0 " + user + " 1");
+            spill("/proc/self/gid_map", "0 " + group + " 1");
+        } catch (const Error&) {
+            return false;
+        }
+    }
+    mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr);
+    fs::create_directory(path);
+    return mount("tmpfs", path.c_str(), "tmpfs", 0, ("size=" + std::to_string(bytes)).c_str()) == 0;
+}
+
 TEST(Checkpoint, ReportsAFullDisk) {
     const TempFolder out;
     Trained trained(small_config());
@@ -1131,12 +1149,8 @@ TEST(Checkpoint, ReportsAFullDisk) {
     size_t bytes = 0;
     for (const auto& entry : fs::directory_iterator(out / "sizing/step_00000001")) bytes += entry.file_size();
     const int result = in_child([&] {
-        // A small disk that only this child sees, and that goes with it.
-        if (unshare(CLONE_NEWNS) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return not_permitted;
-        mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr);
-        const std::string disk = out / "disk", size = "size=" + std::to_string(bytes * 3 / 2 + 32'768);
-        fs::create_directory(disk);
-        if (mount("tmpfs", disk.c_str(), "tmpfs", 0, size.c_str()) != 0) return not_permitted;
+        const std::string disk = out / "disk";
+        if (!mount_disk(disk, bytes * 3 / 2 + 32'768)) return not_permitted;
         trained.save(disk, 1);
         if (expect_failed_save(trained, disk, "No space left on device") != passed) return failed;
         return expect_failed_save(trained, disk, "No space left on device");

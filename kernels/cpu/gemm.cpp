@@ -7,9 +7,9 @@ namespace gemm_detail {
 
 namespace {
 
-constexpr size_t max_tile_panels = 16;                 // 96 rows of A, k_block deep, are 144 KiB of L2
+constexpr size_t max_tile_panels = 16;                 // 96 rows of A, k_block deep: 96 KiB of L2
 constexpr size_t max_group_columns = 3072;
-constexpr size_t max_packed_floats = size_t{1} << 23;  // 32 MiB of packed B
+constexpr size_t max_packed_floats = size_t{1} << 20;
 
 // GCC's and clang's vectors: the same source for SSE, AVX2, AVX-512 and NEON.
 typedef float Vector __attribute__((vector_size(vector_floats * sizeof(float))));
@@ -22,15 +22,31 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
 
+// Packs one panel. Without __restrict__ the compiler must move one number at a time.
+template <size_t width, typename Storage>
+inline void pack_panel(float* __restrict__ to, const Storage* __restrict__ from, size_t lane_stride,
+                       size_t step_stride, size_t lanes, size_t depth) {
+    if (lanes >= width) {
+        for (size_t s = 0; s < depth; s++) {
+            for (size_t i = 0; i < width; i++) to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
+        }
+    } else {
+        std::fill_n(to, depth * width, 0.0f);
+        for (size_t s = 0; s < depth; s++) {
+            for (size_t i = 0; i < lanes; i++) to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
+        }
+    }
+}
+
 }  // namespace
 
 Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads) {
-    Plan plan;
     const size_t row_panels = ceil_div(m, panel_rows), column_panels = ceil_div(n, panel_columns);
+    Plan plan;
     plan.group_panels = ceil_div(column_panels, ceil_div(n, max_group_columns));
-    const size_t group_columns = plan.group_panels * panel_columns;
-    plan.group_k = std::min(k, max_packed_floats / group_columns / k_block * k_block);
-    plan.group_batch = plan.group_k < k ? 1 : std::clamp(max_packed_floats / (group_columns * k), size_t{1}, batch);
+    const size_t packed_row = plan.group_panels * panel_columns;
+    plan.group_k = std::min(k, max_packed_floats / packed_row / k_block * k_block);
+    plan.group_batch = plan.group_k < k ? 1 : std::clamp(max_packed_floats / (packed_row * k), size_t{1}, batch);
 
     // As large as fits, and a multiple of the threads, so that equal cores end together.
     plan.row_tiles = std::min(row_panels, ceil_div(ceil_div(row_panels, max_tile_panels), threads) * threads);
@@ -41,36 +57,19 @@ Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads) {
 }
 
 template <size_t width, typename Storage>
-void pack(float* __restrict__ packed, size_t panel_stride, const Storage* __restrict__ source, size_t lane_stride, size_t step_stride,
+void pack(float* packed, size_t panel_stride, const Storage* source, size_t lane_stride, size_t step_stride,
           size_t count, size_t depth) {
-    const size_t full = count / width * width;
-    if (lane_stride == 1) {  // read rows of the source: a step of all panels after the other
+    const size_t panels = ceil_div(count, width);
+    if (lane_stride == 1) {  // lanes lie side by side in memory: a step of all panels, then the next step
         for (size_t s = 0; s < depth; s++) {
-            const Storage* __restrict__ from = source + s * step_stride;
-            float* __restrict__ to = packed + s * width;
-            for (size_t i = 0; i < full; i += width, from += width, to += panel_stride) {
-                for (size_t lane = 0; lane < width; lane++) to[lane] = to_float(from[lane]);
-            }
-            if (full < count) {
-                for (size_t lane = 0; lane < width; lane++) to[lane] = full + lane < count ? to_float(from[lane]) : 0.0f;
-            }
+            for (size_t p = 0; p < panels; p++)
+                pack_panel<width>(packed + p * panel_stride + s * width, source + p * width + s * step_stride, 1, 0,
+                                  count - p * width, 1);
         }
-        return;
-    }
-    for (size_t i = 0; i < count; i += width, packed += panel_stride) {
-        const Storage* from = source + i * lane_stride;
-        if (i < full) {
-            for (size_t s = 0; s < depth; s++) {
-                for (size_t lane = 0; lane < width; lane++)
-                    packed[s * width + lane] = to_float(from[lane * lane_stride + s * step_stride]);
-            }
-        } else {
-            for (size_t s = 0; s < depth; s++) {
-                for (size_t lane = 0; lane < width; lane++)
-                    packed[s * width + lane] =
-                        i + lane < count ? to_float(from[lane * lane_stride + s * step_stride]) : 0.0f;
-            }
-        }
+    } else {
+        for (size_t p = 0; p < panels; p++)
+            pack_panel<width>(packed + p * panel_stride, source + p * width * lane_stride, lane_stride, step_stride,
+                              count - p * width, depth);
     }
 }
 

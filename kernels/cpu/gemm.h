@@ -56,8 +56,8 @@ constexpr size_t vector_floats = 4;
 constexpr size_t panel_rows = 6;
 constexpr size_t panel_columns = 2 * vector_floats;
 constexpr size_t tile_floats = panel_rows * panel_columns;
-constexpr size_t k_block = 256;   // a panel of B of this depth is three quarters of a 32 KiB L1 (AVX2)
-constexpr size_t pack_panels = 4;  // of B, packed together: 256 contiguous bytes of a row (AVX2)
+constexpr size_t k_block = 256;     // a panel of B, this deep, is half of a 32 KiB L1 (AVX2)
+constexpr size_t pack_panels = 4;   // of B, packed together: 256 contiguous bytes of a row (AVX2)
 
 struct Range {
     size_t begin, end;
@@ -81,8 +81,10 @@ void pack(float* packed, size_t panel_stride, const Storage* source, size_t lane
           size_t count, size_t depth);
 
 // tile = sums + a b for packed panels a and b of the given depth. tile and sums are row-major (panel_rows,
-// panel_columns), aligned, and may be the same; sums may be null, meaning 0.
-void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead, size_t depth);
+// panel_columns) and may be the same; sums may be null, meaning 0. `ahead` is a packed panel like b: it is
+// brought near meanwhile.
+void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead,
+                     size_t depth);
 
 }  // namespace gemm_detail
 
@@ -128,10 +130,12 @@ void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n
             float* sum = sums;
             for (size_t column = columns.begin; column < columns.end; column++) {
                 const float* const b_panel = packed_panel(group, l, column, step);
+                const bool last = column + 1 == columns.end;
+                const float* const next_panel = last ? b_panel : packed_panel(group, l, column + 1, step);
                 for (size_t row = rows.begin; row < rows.end; row++, sum += tile_floats) {
                     const float* const a_panel = packed_a + (row - rows.begin) * depth * panel_rows;
+                    const float* const ahead = row == rows.begin ? next_panel : b_panel;
                     const float* const before = step == 0 ? nullptr : sum;
-                    const float* const ahead = row == rows.begin ? b_panel + group.depth.size() * panel_columns : b_panel;
                     if (step + depth < k) {
                         multiply_panels(sum, before, a_panel, b_panel, ahead, depth);
                         continue;

@@ -7,31 +7,29 @@
 
 namespace {
 
-// out(j) += sum over i of x(i,j), x (rows,columns): sums of 64 rows, in order, are added in order. They are
-// cut at fixed rows, so the bits do not depend on the threads.
+// out(j) += sum over i of x(i,j), x (rows,columns). Sums of a fixed number of rows are added in order, so the
+// bits do not depend on the threads.
 template <typename Storage>
 void add_column_sums(float* out, const Storage* x, size_t rows, size_t columns, Stream* stream) {
     constexpr size_t chunk_rows = 64;
     const size_t chunks = ceil_div(rows, chunk_rows);
     float* const partial = static_cast<float*>(shared_scratch(stream, chunks * columns * sizeof(float)));
-#pragma omp parallel num_threads(stream->threads)
-    {
-#pragma omp for schedule(static)
-        for (size_t chunk = 0; chunk < chunks; chunk++) {
-            float* const sums = partial + chunk * columns;
-            std::fill_n(sums, columns, 0.0f);
-            for (size_t i = chunk * chunk_rows; i < std::min(rows, (chunk + 1) * chunk_rows); i++) {
+    for_chunks(stream, rows, chunk_rows, [&](size_t begin, size_t end) {
+        float* const sums = partial + begin / chunk_rows * columns;
+        std::fill_n(sums, columns, 0.0f);
+        for (size_t i = begin; i < end; i++) {
+            const Storage* const row = x + i * columns;
 #pragma omp simd
-                for (size_t j = 0; j < columns; j++) sums[j] += to_float(x[i * columns + j]);
-            }
+            for (size_t j = 0; j < columns; j++) sums[j] += to_float(row[j]);
         }
-#pragma omp for schedule(static)
-        for (size_t j = 0; j < columns; j++) {
-            float total = 0.0f;
-            for (size_t chunk = 0; chunk < chunks; chunk++) total += partial[chunk * columns + j];
-            out[j] += total;
+    });
+    for_chunks(stream, columns, 64, [&](size_t begin, size_t end) {
+        for (size_t chunk = 0; chunk < chunks; chunk++) {
+            const float* const sums = partial + chunk * columns;
+#pragma omp simd
+            for (size_t j = begin; j < end; j++) out[j] += sums[j];
         }
-    }
+    });
 }
 
 }  // namespace
@@ -89,11 +87,11 @@ void linear_backward(Storage* dx, float* dweight, float* dbias, const Storage* d
         row_major(dout, N, OC), row_major(weight, OC, C), N, C, OC, 1,
         [=](size_t, size_t i, size_t j, const float* sums, size_t count) {
             Storage* const to = dx + i * C + j;
-            const Storage* const pre = pre_gelu + i * C + j;
             if (pre_gelu == nullptr) {
 #pragma omp simd
                 for (size_t c = 0; c < count; c++) to[c] = from_float<Storage>(sums[c]);
             } else {
+                const Storage* const pre = pre_gelu + i * C + j;
 #pragma omp simd
                 for (size_t c = 0; c < count; c++)
                     to[c] = from_float<Storage>(sums[c] * gelu_derivative(to_float(pre[c])));
