@@ -6,14 +6,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <utility>
+#include <functional>
 
 #include "kernels/error.h"
 
 namespace {
+
+constexpr size_t read_bytes = size_t{1} << 20;   // of one read
+constexpr size_t write_bytes = size_t{1} << 30;  // of one write: some systems refuse 2^31
 
 // A file descriptor that is closed when its scope ends, also by an exception.
 struct Descriptor {
@@ -27,29 +32,16 @@ struct Descriptor {
     }
 };
 
-// Writes, syncs and closes; false with errno set if a step fails. close() reports late errors of network
-// file systems, so it counts.
-bool write_synced(const std::string& path, const std::vector<std::string_view>& parts) {
-    Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-    if (file.fd < 0) return false;
-    for (std::string_view rest : parts) {
-        while (!rest.empty()) {
-            // Linux writes at most 2^31 - 4096 bytes a call, and fewer when a signal arrives.
-            const ssize_t written = write(file.fd, rest.data(), rest.size());
-            if (written < 0 && errno != EINTR) return false;
-            if (written > 0) rest.remove_prefix(static_cast<size_t>(written));
-        }
-    }
-    if (fsync(file.fd) != 0) return false;
-    return close(std::exchange(file.fd, -1)) == 0;
+[[noreturn]] void fail_errno(const std::string& path, const char* what) {
+    fail("cannot %s %s: %s", what, path.c_str(), strerror(errno));
 }
 
-// The rename itself lasts only once the folder is on disk.
-bool sync_folder_of(const std::string& path) {
-    const std::string folder = std::filesystem::path(path).parent_path();
-    const Descriptor file(open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    // Some file systems cannot sync a folder (EINVAL); there is no better way to ask them.
-    return file.fd >= 0 && (fsync(file.fd) == 0 || errno == EINVAL);
+// A system call that a signal interrupts before it did anything has to be made again.
+template <typename Call>
+auto retry(Call call) {
+    auto result = call();
+    while (result < 0 && errno == EINTR) result = call();
+    return result;
 }
 
 }  // namespace
@@ -72,13 +64,67 @@ MappedFile file_map(const std::string& path, const std::string& flag) {
     return {{static_cast<const char*>(memory), unmap}, bytes};
 }
 
+bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+
+FileWriter::FileWriter(const std::string& name) : path(name) {
+    descriptor = retry([&] { return open(name.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
+    if (descriptor < 0) fail_errno(path, "create");
+}
+
+FileWriter::~FileWriter() {
+    if (descriptor < 0) return;
+    close(descriptor);
+    unlink(path.c_str());
+}
+
+void file_append(FileWriter& file, const void* data, size_t bytes) {
+    const char* next = static_cast<const char*>(data);
+    while (bytes > 0) {  // a write may take less than it is given
+        const ssize_t written =
+            retry([&] { return write(file.descriptor, next, std::min(bytes, write_bytes)); });
+        if (written < 0) fail_errno(file.path, "write");
+        next += written;
+        bytes -= static_cast<size_t>(written);
+    }
+}
+
+void file_commit(FileWriter& file) {
+    if (retry([&] { return fsync(file.descriptor); }) != 0) fail_errno(file.path, "sync");
+    const int descriptor = file.descriptor;
+    file.descriptor = -1;
+    if (close(descriptor) != 0 && errno != EINTR) fail_errno(file.path, "close");
+}
+
+void folder_sync(const std::string& path) {
+    const Descriptor folder(retry([&] { return open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }));
+    if (folder.fd < 0) fail_errno(path, "open");
+    // EINVAL: a file system that has no such operation keeps its folders in order by itself.
+    if (retry([&] { return fsync(folder.fd); }) != 0 && errno != EINVAL) fail_errno(path, "sync");
+}
+
+void file_read(const std::string& path, const std::function<void(std::string_view)>& take) {
+    const Descriptor file(retry([&] { return open(path.c_str(), O_RDONLY | O_CLOEXEC); }));
+    if (file.fd < 0) fail_errno(path, "open");
+    std::vector<char> buffer(read_bytes);
+    while (true) {
+        const ssize_t got = retry([&] { return read(file.fd, buffer.data(), buffer.size()); });
+        if (got < 0) fail_errno(path, "read");
+        if (got == 0) return;
+        take({buffer.data(), static_cast<size_t>(got)});
+    }
+}
+
 void file_write(const std::string& path, const std::vector<std::string_view>& parts) {
     const std::string temporary = path + ".tmp";
-    if (write_synced(temporary, parts) && rename(temporary.c_str(), path.c_str()) == 0 &&
-        sync_folder_of(path)) {
-        return;
+    FileWriter file(temporary);
+    for (const std::string_view part : parts) file_append(file, part.data(), part.size());
+    file_commit(file);
+    if (rename(temporary.c_str(), path.c_str()) != 0) {
+        const int reason = errno;
+        unlink(temporary.c_str());
+        errno = reason;
+        fail_errno(path, "write");
     }
-    const int reason = errno;
-    unlink(temporary.c_str());
-    fail("cannot write %s: %s", path.c_str(), strerror(reason));
+    const std::string folder = std::filesystem::path(path).parent_path();
+    folder_sync(folder.empty() ? "." : folder);  // the rename itself lasts only once the folder is on disk
 }

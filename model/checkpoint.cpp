@@ -17,9 +17,10 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "data/files.h"
 #include "kernels/error.h"
-#include "model/files.h"
 #include "model/huggingface.h"
+#include "model/integrity.h"
 #include "model/safetensors.h"
 
 namespace {

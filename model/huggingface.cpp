@@ -8,8 +8,9 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "data/files.h"
 #include "kernels/error.h"
-#include "model/files.h"
+#include "model/integrity.h"
 #include "model/safetensors.h"
 
 namespace {

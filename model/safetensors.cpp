@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kernels/error.h"
+#include "model/integrity.h"
 
 static_assert(std::endian::native == std::endian::little, "the data of a file is used as it is mapped");
 

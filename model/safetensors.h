@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/dtype.h"
-#include "model/files.h"
+#include "data/files.h"
 
 struct SafeTensor {
     std::string dtype;  // "F32", "BF16", "F16", "I64", ...

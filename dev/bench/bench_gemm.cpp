@@ -29,7 +29,8 @@ void add_layer(std::vector<Shape>& shapes, const char* name, size_t N, size_t C,
 }
 
 // The products of one Newton-Schulz step: X X^T, A A and B X.
-void add_newton_schulz(std::vector<Shape>& shapes, const char* name, size_t rows, size_t columns, size_t batch) {
+void add_newton_schulz(std::vector<Shape>& shapes, const char* name, size_t rows, size_t columns,
+                       size_t batch) {
     shapes.push_back({name, false, true, rows, rows, columns, batch});
     shapes.push_back({"  A A", false, false, rows, rows, rows, batch});
     shapes.push_back({"  B X", false, false, rows, columns, rows, batch});
@@ -92,7 +93,8 @@ void run(int threads, int samples) {
 #else
     printf("built without OpenBLAS: no ratio (package libopenblas-openmp-dev)\n");
 #endif
-    printf("%-24s %6s %6s %6s %4s %10s %10s %7s\n", "product", "m", "n", "k", "T", "ours", "OpenBLAS", "ratio");
+    printf("%-24s %6s %6s %6s %4s %10s %10s %7s\n", "product", "m", "n", "k", "T", "ours", "OpenBLAS",
+           "ratio");
 
     double our_total = 0.0, blas_total = 0.0;
     for (const Shape& s : make_shapes()) {
@@ -100,11 +102,12 @@ void run(int threads, int samples) {
         float* buffers[3];
         for (int i = 0; i < 3; i++) {
             buffers[i] = static_cast<float*>(device_malloc(sizes[i] * sizeof(float), stream));
-            for (size_t j = 0; j < sizes[i]; j++) buffers[i][j] = static_cast<float>(j * 2654435761u % 1000) * 1e-3f;
+            for (size_t j = 0; j < sizes[i]; j++)
+                buffers[i][j] = static_cast<float>(j * 2654435761u % 1000) * 1e-3f;
         }
         const auto ours = [&] {
-            gemm_batched(buffers[2], buffers[0], buffers[1], static_cast<const float*>(nullptr), s.transpose_a,
-                         s.transpose_b, s.m, s.n, s.k, 1.0f, 0.0f, s.batch, stream);
+            gemm_batched(buffers[2], buffers[0], buffers[1], static_cast<const float*>(nullptr),
+                         s.transpose_a, s.transpose_b, s.m, s.n, s.k, 1.0f, 0.0f, s.batch, stream);
         };
         const double flops = 2.0 * static_cast<double>(s.batch * s.m * s.n) * static_cast<double>(s.k);
         const size_t repeats = static_cast<size_t>(std::max(1.0, 1e9 / flops));
@@ -130,7 +133,8 @@ void run(int threads, int samples) {
         fflush(stdout);
         for (float* buffer : buffers) device_free(buffer, stream);
     }
-    if (our_total > 0.0) printf("all of them, once: OpenBLAS's time is %.2f of ours\n", blas_total / our_total);
+    if (our_total > 0.0)
+        printf("all of them, once: OpenBLAS's time is %.2f of ours\n", blas_total / our_total);
     stream_destroy(stream);
 }
 

@@ -30,12 +30,13 @@
 #include <sstream>
 #include <thread>
 
+#include "data/files.h"
 #include "data/tokenizer.h"
 #include "kernels/error.h"
 #include "kernels/random.h"
 #include "model/checkpoint.h"
-#include "model/files.h"
 #include "model/huggingface.h"
+#include "model/integrity.h"
 #include "model/safetensors.h"
 
 namespace {

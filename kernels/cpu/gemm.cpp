@@ -7,11 +7,14 @@ namespace gemm_detail {
 
 namespace {
 
-constexpr size_t max_tile_panels = 16;                 // 96 rows of A, k_block deep: 96 KiB of L2
+// Sizes by measurement on AVX2 with 32 KiB of L1, 512 KiB of L2 and 32 MiB of L3; they matter by a few
+// percent.
+constexpr size_t max_tile_panels = 16;  // 96 rows of A, k_block deep: 96 KiB
 constexpr size_t max_group_columns = 3072;
-constexpr size_t max_packed_floats = size_t{1} << 20;
+constexpr size_t max_group_floats = size_t{1} << 20;  // of packed B: 4 MiB
+constexpr size_t pack_panels = 4;  // of B, packed together: reads 256 bytes of each row (AVX2)
 
-// GCC's and clang's vectors: the same source for SSE, AVX2, AVX-512 and NEON.
+// GCC's and clang's vectors: one source for SSE, AVX2, AVX-512 and NEON.
 typedef float Vector __attribute__((vector_size(vector_floats * sizeof(float))));
 
 inline Vector load(const float* from) {
@@ -22,63 +25,97 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
 
-// Packs one panel. Without __restrict__ the compiler must move one number at a time.
+// Packs a panel: lane i at step s is from[i*lane_stride + s*step_stride] and goes to to[s*width + i]; lanes
+// that are not there become 0. Without __restrict__ the compiler must move one number at a time.
 template <size_t width, typename Storage>
 inline void pack_panel(float* __restrict__ to, const Storage* __restrict__ from, size_t lane_stride,
                        size_t step_stride, size_t lanes, size_t depth) {
-    if (lanes >= width) {
-        for (size_t s = 0; s < depth; s++) {
-            for (size_t i = 0; i < width; i++) to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
-        }
-    } else {
+    if (lanes < width) {
         std::fill_n(to, depth * width, 0.0f);
         for (size_t s = 0; s < depth; s++) {
-            for (size_t i = 0; i < lanes; i++) to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
+            for (size_t i = 0; i < lanes; i++)
+                to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
         }
+    } else {
+        for (size_t s = 0; s < depth; s++) {
+            for (size_t i = 0; i < width; i++)
+                to[s * width + i] = to_float(from[i * lane_stride + s * step_stride]);
+        }
+    }
+}
+
+// Packs `count` lanes into panels that start panel_stride apart.
+template <size_t width, typename Storage>
+void pack_panels_of(float* packed, size_t panel_stride, const Storage* source, size_t lane_stride,
+                    size_t step_stride, size_t count, size_t depth) {
+    const size_t panels = ceil_div(count, width);
+    if (lane_stride == 1) {  // memory runs across the panels: one step of all of them, then the next
+        for (size_t s = 0; s < depth; s++) {
+            for (size_t p = 0; p < panels; p++)
+                pack_panel<width>(packed + p * panel_stride + s * width, source + p * width + s * step_stride,
+                                  1, 0, count - p * width, 1);
+        }
+    } else {
+        for (size_t p = 0; p < panels; p++)
+            pack_panel<width>(packed + p * panel_stride, source + p * width * lane_stride, lane_stride,
+                              step_stride, count - p * width, depth);
     }
 }
 
 }  // namespace
 
 Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads) {
-    const size_t row_panels = ceil_div(m, panel_rows), column_panels = ceil_div(n, panel_columns);
-    Plan plan;
-    plan.group_panels = ceil_div(column_panels, ceil_div(n, max_group_columns));
-    const size_t packed_row = plan.group_panels * panel_columns;
-    plan.group_k = std::min(k, max_packed_floats / packed_row / k_block * k_block);
-    plan.group_batch = plan.group_k < k ? 1 : std::clamp(max_packed_floats / (packed_row * k), size_t{1}, batch);
+    Plan plan{};
+    plan.m = m, plan.n = n, plan.k = k;
+    plan.row_panels = ceil_div(m, panel_rows);
+    plan.column_panels = ceil_div(n, panel_columns);
 
-    // As large as fits, and a multiple of the threads, so that equal cores end together.
-    plan.row_tiles = std::min(row_panels, ceil_div(ceil_div(row_panels, max_tile_panels), threads) * threads);
-    // Cutting columns packs A again for each piece, so it is done only to keep every thread busy.
-    const size_t tiles = plan.row_tiles * plan.group_batch;
-    plan.column_tiles = std::min(plan.group_panels, ceil_div(threads, tiles));
+    plan.group_panels = ceil_div(plan.column_panels, ceil_div(n, max_group_columns));
+    const size_t group_row = plan.group_panels * panel_columns;
+    plan.group_k = std::min(k, std::max(size_t{1}, max_group_floats / group_row / k_block) * k_block);
+    plan.group_batch =
+        plan.group_k < k ? 1 : std::clamp(max_group_floats / (group_row * k), size_t{1}, batch);
+
+    // Large tiles reuse each panel of B most; a multiple of the threads lets equal cores end together.
+    const size_t most_rows = ceil_div(plan.row_panels, max_tile_panels);
+    plan.row_tiles = std::min(plan.row_panels, ceil_div(most_rows, threads) * threads);
+    // Cutting columns packs A again for each piece, so it is done only where threads would have no tile.
+    plan.column_tiles = std::min(plan.group_panels, ceil_div(threads, plan.row_tiles * plan.group_batch));
     return plan;
 }
 
-template <size_t width, typename Storage>
-void pack(float* packed, size_t panel_stride, const Storage* source, size_t lane_stride, size_t step_stride,
-          size_t count, size_t depth) {
-    const size_t panels = ceil_div(count, width);
-    if (lane_stride == 1) {  // lanes lie side by side in memory: a step of all panels, then the next step
-        for (size_t s = 0; s < depth; s++) {
-            for (size_t p = 0; p < panels; p++)
-                pack_panel<width>(packed + p * panel_stride + s * width, source + p * width + s * step_stride, 1, 0,
-                                  count - p * width, 1);
+template <typename Storage>
+void pack_group(float* packed_b, const Matrix<Storage>& b, const Group& group, const Plan& plan) {
+#pragma omp for collapse(3) schedule(static)
+    for (size_t l = group.matrices.begin; l < group.matrices.end; l++) {
+        for (size_t panel = group.panels.begin; panel < group.panels.end; panel += pack_panels) {
+            for (size_t s = group.depth.begin; s < group.depth.end; s += k_block) {
+                const size_t j = panel * panel_columns;
+                const size_t j_end = std::min(panel + pack_panels, group.panels.end) * panel_columns;
+                pack_panels_of<panel_columns>(packed_b + group.offset(l, panel, s),
+                                              group.depth.size() * panel_columns, b.at(l, s, j),
+                                              b.column_stride, b.row_stride, std::min(plan.n, j_end) - j,
+                                              std::min(k_block, group.depth.end - s));
+            }
         }
-    } else {
-        for (size_t p = 0; p < panels; p++)
-            pack_panel<width>(packed + p * panel_stride, source + p * width * lane_stride, lane_stride, step_stride,
-                              count - p * width, depth);
     }
 }
 
-template void pack<panel_rows>(float*, size_t, const float*, size_t, size_t, size_t, size_t);
-template void pack<panel_columns>(float*, size_t, const float*, size_t, size_t, size_t, size_t);
+template <typename Storage>
+void pack_rows(float* packed_a, const Matrix<Storage>& a, size_t l, Range panels, Range depth,
+               const Plan& plan) {
+    const size_t i = panels.begin * panel_rows;
+    pack_panels_of<panel_rows>(packed_a, depth.size() * panel_rows, a.at(l, i, depth.begin), a.row_stride,
+                               a.column_stride, std::min(plan.m, panels.end * panel_rows) - i, depth.size());
+}
 
-// The accumulators are named: as an array, gcc keeps them in memory at a third of the speed. Neither is the
-// loop unrolled: gcc then moves registers about, and loses a tenth.
-void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead, size_t depth) {
+template void pack_group(float*, const Matrix<float>&, const Group&, const Plan&);
+template void pack_rows(float*, const Matrix<float>&, size_t, Range, Range, const Plan&);
+
+// The accumulators are named: as an array, gcc keeps them in memory, at a third of the speed. The loop is not
+// unrolled by hand: gcc then moves registers about, and loses a tenth.
+void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead,
+                     size_t depth) {
     Vector c00{}, c01{}, c10{}, c11{}, c20{}, c21{}, c30{}, c31{}, c40{}, c41{}, c50{}, c51{};
     for (size_t s = 0; s < depth; s++, a += panel_rows, b += panel_columns, ahead += panel_columns) {
         __builtin_prefetch(ahead, 0, 2);

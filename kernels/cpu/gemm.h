@@ -1,10 +1,11 @@
 // Matrix products on the CPU: C = A B for every transposition, with whatever an op does to C fused in.
 //
 // The scheme is Goto's (Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). All
-// threads pack B, once, into panels of `panel_columns` columns. C is cut into tiles; a thread takes a tile,
-// packs its rows of A into panels of `panel_rows` rows, `k_block` deep (they stay in L2), and runs the
-// micro-kernel over every pair of panels (a panel of B stays in L1). Packing walks A and B by strides, which
-// gives all transpositions, and converts to fp32, so that one micro-kernel serves every storage type.
+// threads together pack a part of B that fits L3 into panels of `panel_columns` columns. C is cut into tiles;
+// a thread takes a tile, packs its rows of A into panels of `panel_rows` rows, `k_block` deep, which fit L2,
+// and runs the micro-kernel over every pair of panels, while the panel of B stays in L1. Packing walks A and
+// B by strides, which gives all transpositions, and converts to fp32, so one micro-kernel serves every
+// storage type.
 //
 // Bits: an element of C is the sum, in order, of its blocks of k, and a block is one chain of multiply-adds
 // in the order of k. Panels at an edge are padded with zeros and run the same code. So the result depends on
@@ -56,35 +57,93 @@ constexpr size_t vector_floats = 4;
 constexpr size_t panel_rows = 6;
 constexpr size_t panel_columns = 2 * vector_floats;
 constexpr size_t tile_floats = panel_rows * panel_columns;
-constexpr size_t k_block = 256;     // a panel of B, this deep, is half of a 32 KiB L1 (AVX2)
-constexpr size_t pack_panels = 4;   // of B, packed together: 256 contiguous bytes of a row (AVX2)
+constexpr size_t k_block = 256;  // a panel of B, this deep, is half of a 32 KiB L1 (AVX2)
 
 struct Range {
     size_t begin, end;
     size_t size() const { return end - begin; }
 };
 
-// Piece i of [0,n) cut into `pieces` of nearly equal size.
-constexpr Range piece(size_t n, size_t pieces, size_t i) { return {n * i / pieces, n * (i + 1) / pieces}; }
-
 // How a product is cut. None of it changes the bits.
 struct Plan {
-    size_t group_panels, group_k, group_batch;  // what is packed of B at a time: panels, rows, matrices
+    size_t m, n, k;
+    size_t row_panels, column_panels;
+    size_t group_panels, group_k, group_batch;  // how much of B is packed at a time
     size_t row_tiles, column_tiles;             // tiles of one matrix's C in a group, down and across
 };
 Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads);
 
-// Packs `count` lanes of the given depth: lane i at step s is source[i*lane_stride + s*step_stride] and goes
-// to packed[(i/width)*panel_stride + s*width + i%width]. Missing lanes of the last panel become 0.
-template <size_t width, typename Storage>
-void pack(float* packed, size_t panel_stride, const Storage* source, size_t lane_stride, size_t step_stride,
-          size_t count, size_t depth);
+// The part of B that is packed: panels of columns, matrices of the batch, a range of k.
+struct Group {
+    Range panels, matrices, depth;
+
+    // Where in the packed part the panel of matrix l lies, from step s of k on.
+    size_t offset(size_t l, size_t panel, size_t s) const {
+        const size_t index = (l - matrices.begin) * panels.size() + (panel - panels.begin);
+        return (index * depth.size() + (s - depth.begin)) * panel_columns;
+    }
+};
+
+// Packs the group; every thread of the team calls it, and it is done when it returns.
+template <typename Storage>
+void pack_group(float* packed_b, const Matrix<Storage>& b, const Group& group, const Plan& plan);
+
+// Packs row panels of matrix l, depth.size() deep, one after the other.
+template <typename Storage>
+void pack_rows(float* packed_a, const Matrix<Storage>& a, size_t l, Range panels, Range depth,
+               const Plan& plan);
 
 // tile = sums + a b for packed panels a and b of the given depth. tile and sums are row-major (panel_rows,
-// panel_columns) and may be the same; sums may be null, meaning 0. `ahead` is a packed panel like b: it is
-// brought near meanwhile.
+// panel_columns) and may be the same; sums may be null, meaning 0. `ahead` is a packed panel like b; it is
+// brought into L2 meanwhile.
 void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead,
                      size_t depth);
+
+// Gives the finished sums of a pair of panels to the epilogue, row by row.
+template <typename Epilogue>
+void hand_over(const float* tile, size_t l, size_t row_panel, size_t column_panel, const Plan& plan,
+               const Epilogue& epilogue) {
+    const size_t i = row_panel * panel_rows, j = column_panel * panel_columns;
+    for (size_t r = 0; r < std::min(panel_rows, plan.m - i); r++, tile += panel_columns) {
+        // Spelled out for a full row: where the count is a constant, the epilogue is vector code with no
+        // tail.
+        if (j + panel_columns <= plan.n) {
+            epilogue(l, i + r, j, tile, panel_columns);
+        } else {
+            epilogue(l, i + r, j, tile, plan.n - j);
+        }
+    }
+}
+
+// Multiplies a tile, panels `rows` by `columns`, over the group's part of k. `sums` holds the tile's partial
+// sums between calls.
+template <typename Storage, typename Epilogue>
+void multiply_tile(float* sums, float* packed_a, const Matrix<Storage>& a, const float* packed_b, size_t l,
+                   Range rows, Range columns, const Group& group, const Plan& plan,
+                   const Epilogue& epilogue) {
+    for (size_t s = group.depth.begin; s < group.depth.end; s += k_block) {
+        const size_t depth = std::min(k_block, group.depth.end - s);
+        pack_rows(packed_a, a, l, rows, {s, s + depth}, plan);
+        float* sum = sums;
+        for (size_t column = columns.begin; column < columns.end; column++) {
+            const float* const b_panel = packed_b + group.offset(l, column, s);
+            const size_t next_column = std::min(column + 1, columns.end - 1);
+            for (size_t row = rows.begin; row < rows.end; row++, sum += tile_floats) {
+                const float* const a_panel = packed_a + (row - rows.begin) * depth * panel_rows;
+                const float* const ahead =
+                    row == rows.begin ? packed_b + group.offset(l, next_column, s) : b_panel;
+                const float* const before = s == 0 ? nullptr : sum;
+                if (s + depth < plan.k) {
+                    multiply_panels(sum, before, a_panel, b_panel, ahead, depth);
+                } else {
+                    float tile[tile_floats];
+                    multiply_panels(tile, before, a_panel, b_panel, ahead, depth);
+                    hand_over(tile, l, row, column, plan, epilogue);
+                }
+            }
+        }
+    }
+}
 
 }  // namespace gemm_detail
 
@@ -97,101 +156,54 @@ void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n
     using namespace gemm_detail;
     const size_t threads = static_cast<size_t>(stream->threads);
     const Plan plan = make_plan(m, n, k, batch, threads);
-    const size_t row_panels = ceil_div(m, panel_rows), column_panels = ceil_div(n, panel_columns);
 
     // Scratch: a group of B; a block of A for each thread; and the sums of tiles. A thread needs those of
     // the tile it is at; where k is cut into groups, all of them are carried from one group to the next.
     const bool carry = plan.group_k < k;
-    const size_t tile_rows = ceil_div(row_panels, plan.row_tiles) + 1;
-    const size_t tile_columns = ceil_div(plan.group_panels, plan.column_tiles) + 1;
+    const size_t tile_row_panels = ceil_div(plan.row_panels, plan.row_tiles);
+    const size_t tile_column_panels = ceil_div(plan.group_panels, plan.column_tiles);
     const size_t packed_b_floats = plan.group_batch * plan.group_panels * plan.group_k * panel_columns;
-    const size_t packed_a_floats = tile_rows * k_block * panel_rows;
-    const size_t sums_floats = tile_rows * tile_columns * tile_floats;
+    const size_t packed_a_floats = tile_row_panels * k_block * panel_rows;
+    const size_t sums_floats = tile_row_panels * tile_column_panels * tile_floats;
     const size_t sums_count = carry ? plan.row_tiles * plan.column_tiles : threads;
-    float* const packed_b = static_cast<float*>(shared_scratch(
-        stream, (packed_b_floats + threads * packed_a_floats + sums_count * sums_floats) * sizeof(float)));
-    float* const packed_a_of_threads = packed_b + packed_b_floats;
-    float* const sums_of_tiles = packed_a_of_threads + threads * packed_a_floats;
+    const size_t floats = packed_b_floats + threads * packed_a_floats + sums_count * sums_floats;
+    float* const packed_b = static_cast<float*>(shared_scratch(stream, floats * sizeof(float)));
+    float* const packed_a = packed_b + packed_b_floats;
+    float* const sums = packed_a + threads * packed_a_floats;
 
-    struct Group {
-        Range panels, matrices, depth;
+    // Piece i of [0,count) in pieces of nearly equal size.
+    const auto piece = [](size_t count, size_t pieces, size_t i) {
+        return Range{count * i / pieces, count * (i + 1) / pieces};
     };
-    const auto packed_panel = [&](const Group& group, size_t l, size_t panel, size_t step) {
-        const size_t index = (l - group.matrices.begin) * group.panels.size() + panel - group.panels.begin;
-        return packed_b + (index * group.depth.size() + step - group.depth.begin) * panel_columns;
-    };
-    const auto multiply_tile = [&](const Group& group, size_t l, Range rows, Range columns, float* sums) {
-        float* const packed_a = packed_a_of_threads + static_cast<size_t>(omp_get_thread_num()) * packed_a_floats;
-        const size_t i = rows.begin * panel_rows;
-        for (size_t step = group.depth.begin; step < group.depth.end; step += k_block) {
-            const size_t depth = std::min(k_block, group.depth.end - step);
-            pack<panel_rows>(packed_a, depth * panel_rows, a.at(l, i, step), a.row_stride, a.column_stride,
-                             std::min(rows.size() * panel_rows, m - i), depth);
-            float* sum = sums;
-            for (size_t column = columns.begin; column < columns.end; column++) {
-                const float* const b_panel = packed_panel(group, l, column, step);
-                const bool last = column + 1 == columns.end;
-                const float* const next_panel = last ? b_panel : packed_panel(group, l, column + 1, step);
-                for (size_t row = rows.begin; row < rows.end; row++, sum += tile_floats) {
-                    const float* const a_panel = packed_a + (row - rows.begin) * depth * panel_rows;
-                    const float* const ahead = row == rows.begin ? next_panel : b_panel;
-                    const float* const before = step == 0 ? nullptr : sum;
-                    if (step + depth < k) {
-                        multiply_panels(sum, before, a_panel, b_panel, ahead, depth);
-                        continue;
-                    }
-                    alignas(64) float tile[tile_floats];
-                    multiply_panels(tile, before, a_panel, b_panel, ahead, depth);
-                    const size_t j = column * panel_columns;
-                    for (size_t r = 0; r < std::min(panel_rows, m - row * panel_rows); r++) {
-                        const float* const piece_of_row = tile + r * panel_columns;
-                        if (j + panel_columns <= n) {  // a constant count makes vector code without a tail
-                            epilogue(l, row * panel_rows + r, j, piece_of_row, panel_columns);
-                        } else {
-                            epilogue(l, row * panel_rows + r, j, piece_of_row, n - j);
-                        }
-                    }
+    const auto multiply_group = [&](const Group& group) {
+#pragma omp for collapse(3) schedule(dynamic) nowait
+        for (size_t l = group.matrices.begin; l < group.matrices.end; l++) {
+            for (size_t down = 0; down < plan.row_tiles; down++) {
+                for (size_t across = 0; across < plan.column_tiles; across++) {
+                    const size_t thread = static_cast<size_t>(omp_get_thread_num());
+                    const size_t place = carry ? down * plan.column_tiles + across : thread;
+                    const Range rows = piece(plan.row_panels, plan.row_tiles, down);
+                    const Range columns = piece(group.panels.size(), plan.column_tiles, across);
+                    multiply_tile(sums + place * sums_floats, packed_a + thread * packed_a_floats, a,
+                                  packed_b, l, rows,
+                                  {group.panels.begin + columns.begin, group.panels.begin + columns.end},
+                                  group, plan, epilogue);
                 }
             }
         }
     };
-
 #pragma omp parallel num_threads(stream->threads)
-    for (size_t panel = 0; panel < column_panels; panel += plan.group_panels) {
-        for (size_t matrix = 0; matrix < batch; matrix += plan.group_batch) {
-            for (size_t step = 0; step < k; step += plan.group_k) {
-                const Group group = {{panel, std::min(column_panels, panel + plan.group_panels)},
-                                     {matrix, std::min(batch, matrix + plan.group_batch)},
-                                     {step, std::min(k, step + plan.group_k)}};
-                // The packed group before this one is still being read.
-                if (panel + matrix + step > 0) {
+    for (size_t panel = 0; panel < plan.column_panels; panel += plan.group_panels) {
+        for (size_t l = 0; l < batch; l += plan.group_batch) {
+            for (size_t s = 0; s < k; s += plan.group_k) {
+                const Group group = {{panel, std::min(plan.column_panels, panel + plan.group_panels)},
+                                     {l, std::min(batch, l + plan.group_batch)},
+                                     {s, std::min(k, s + plan.group_k)}};
+                if (panel + l + s > 0) {  // some thread may still be reading the group before this one
 #pragma omp barrier
                 }
-#pragma omp for collapse(3) schedule(static)
-                for (size_t l = group.matrices.begin; l < group.matrices.end; l++) {
-                    for (size_t p = group.panels.begin; p < group.panels.end; p += pack_panels) {
-                        for (size_t s = group.depth.begin; s < group.depth.end; s += k_block) {
-                            const size_t j = p * panel_columns;
-                            const size_t end = std::min(n, std::min(p + pack_panels, group.panels.end) * panel_columns);
-                            pack<panel_columns>(packed_panel(group, l, p, s), group.depth.size() * panel_columns,
-                                                b.at(l, s, j), b.column_stride, b.row_stride, end - j,
-                                                std::min(k_block, group.depth.end - s));
-                        }
-                    }
-                }
-#pragma omp for collapse(3) schedule(dynamic) nowait
-                for (size_t l = group.matrices.begin; l < group.matrices.end; l++) {
-                    for (size_t down = 0; down < plan.row_tiles; down++) {
-                        for (size_t across = 0; across < plan.column_tiles; across++) {
-                            const size_t owner = carry ? down * plan.column_tiles + across
-                                                       : static_cast<size_t>(omp_get_thread_num());
-                            const Range columns = piece(group.panels.size(), plan.column_tiles, across);
-                            multiply_tile(group, l, piece(row_panels, plan.row_tiles, down),
-                                          {panel + columns.begin, panel + columns.end},
-                                          sums_of_tiles + owner * sums_floats);
-                        }
-                    }
-                }
+                pack_group(packed_b, b, group, plan);
+                multiply_group(group);
             }
         }
     }

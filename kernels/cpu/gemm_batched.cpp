@@ -9,7 +9,8 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
                   Stream* stream) {
     check_sizes("gemm_batched", {m, n, k, batch});
     if (d == nullptr || a == nullptr || b == nullptr) fail("gemm_batched: d, a or b is null");
-    if (c == nullptr && beta != 0.0f) fail("gemm_batched: c is null and beta is %g", static_cast<double>(beta));
+    if (c == nullptr && beta != 0.0f)
+        fail("gemm_batched: c is null and beta is %g", static_cast<double>(beta));
     if (c == d) fail("gemm_batched: c may not be d");
 
     const Matrix<Storage> op_a = transpose_a ? transposed(a, k, m) : row_major(a, m, k);
@@ -38,5 +39,5 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
     }
 }
 
-template void gemm_batched(float*, const float*, const float*, const float*, bool, bool, size_t, size_t, size_t,
-                           float, float, size_t, Stream*);
+template void gemm_batched(float*, const float*, const float*, const float*, bool, bool, size_t, size_t,
+                           size_t, float, float, size_t, Stream*);

@@ -35,8 +35,8 @@ void add_column_sums(float* out, const Storage* x, size_t rows, size_t columns, 
 }  // namespace
 
 template <typename Storage>
-void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Storage* weight, const Storage* bias,
-                    size_t N, size_t C, size_t OC, Stream* stream) {
+void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Storage* weight,
+                    const Storage* bias, size_t N, size_t C, size_t OC, Stream* stream) {
     check_sizes("linear_forward", {N, C, OC});
     if (out == nullptr || x == nullptr || weight == nullptr) fail("linear_forward: out, x or weight is null");
     const auto add_bias = [=](float y, size_t j) { return bias == nullptr ? y : y + to_float(bias[j]); };
@@ -68,7 +68,8 @@ void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Sto
 
 template <typename Storage>
 void linear_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x,
-                     const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC, Stream* stream) {
+                     const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC,
+                     Stream* stream) {
     check_sizes("linear_backward", {N, C, OC});
     if (dweight == nullptr || dout == nullptr || x == nullptr || weight == nullptr)
         fail("linear_backward: dweight, dout, x or weight is null");
