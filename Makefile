@@ -5,6 +5,7 @@
 CXX ?= g++
 MARCH ?= native
 SANITIZE ?=
+, := ,
 BACKEND := cpu
 BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
 
@@ -15,7 +16,6 @@ CXXFLAGS ?= -O3 -g1
 FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
          -Wall -Wextra -Wshadow -Wno-restrict -Werror -I. -MMD -MP \
          $(if $(SANITIZE),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-, := ,
 
 LIBRARY := $(wildcard kernels/*.cpp kernels/$(BACKEND)/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp)
 OBJECTS := $(LIBRARY:%.cpp=$(BUILD)/%.o)
