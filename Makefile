@@ -11,11 +11,12 @@ BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
 
 # Kernels reduce in an order that the source fixes; nothing here may let the compiler reorder or assume away
 # NaN. -fno-math-errno and -fno-trapping-math change no result. -Wrestrict is off: GCC 12 raises it falsely on
-# std::string (GCC bug 105651).
+# std::string (GCC bug 105651), as it does -Wmaybe-uninitialized on std::regex in sanitizer builds.
 CXXFLAGS ?= -O3 -g1
 FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
          -Wall -Wextra -Wshadow -Wno-restrict -Werror -I. -MMD -MP \
-         $(if $(SANITIZE),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+         $(if $(SANITIZE),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
+         -Wno-maybe-uninitialized)
 
 LIBRARY := $(wildcard kernels/*.cpp kernels/$(BACKEND)/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp)
 OBJECTS := $(LIBRARY:%.cpp=$(BUILD)/%.o)
