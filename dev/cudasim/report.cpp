@@ -1,0 +1,90 @@
+// Faults: one line that says where, a stack trace, and abort().
+#include <execinfo.h>
+#include <sanitizer/common_interface_defs.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+
+#include "internal.h"
+
+namespace cudasim {
+namespace {
+
+// "layernorm_kernel<float>" from "void layernorm_kernel<float>(float*, ...)".
+std::string plain_name(const std::string& function) {
+    const std::string name = function.substr(0, function.find('('));
+    return name.rfind("void ", 0) == 0 ? name.substr(5) : name;
+}
+
+// Who is running: a CUDA thread, an operation of a stream, or host code.
+std::string describe_running() {
+    const Thread* thread = running();
+    if (thread == nullptr) return "host";
+    const uint3 &b = blockIdx, &t = thread->index;
+    char text[100];
+    snprintf(text, sizeof(text), ", block (%u,%u,%u), thread (%u,%u,%u)", b.x, b.y, b.z, t.x, t.y, t.z);
+    return "kernel " + kernel_name(thread->block->launch->kernel) + text;
+}
+
+std::string symbolize(const void* instruction, const char* format) {
+    char text[1000] = "";
+    __sanitizer_symbolize_pc(const_cast<void*>(instruction), format, text, sizeof(text));
+    return text;
+}
+
+// The calls that led here from the kernel, or from main: without the simulator's own and libstdc++'s.
+void print_trace() {
+    void* frames[64];
+    const int count = backtrace(frames, 64);
+    const Thread* thread = running();
+    const std::string kernel = thread == nullptr ? "main" : kernel_name(thread->block->launch->kernel);
+    for (int i = 0; i < count; ++i) {
+        const std::string function = symbolize(frames[i], "%f"), file = symbolize(frames[i], "%s");
+        const bool ours = file.find("dev/cudasim/") != std::string::npos;
+        const bool library =
+            function.find("__interceptor") == 0 || file.find("/include/c++/") != std::string::npos;
+        if (!ours && !library) fprintf(stderr, "    in %s\n", symbolize(frames[i], "%f, %S").c_str());
+        if (plain_name(function) == kernel) break;
+    }
+}
+
+[[noreturn]] void print_and_abort(const std::string& place, const char* format, va_list args) {
+    fprintf(stderr, "cudasim: %s: ", (describe_running() + place).c_str());
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    print_trace();
+    abort();
+}
+
+}  // namespace
+
+// The symbolizer looks up the instruction before the address it gets.
+std::string kernel_name(const void* kernel) {
+    return plain_name(symbolize(static_cast<const char*>(kernel) + 1, "%f"));
+}
+
+void fault(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    print_and_abort("", format, args);
+}
+
+void fault_at(Where where, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    print_and_abort(std::string(", ") + where.file_name() + ":" + std::to_string(where.line()), format, args);
+}
+
+}  // namespace cudasim
+
+// The sanitizers call these when they report something: the line that says which CUDA thread it was.
+extern "C" {
+void __asan_on_error() {
+    fprintf(stderr, "cudasim: %s: AddressSanitizer found an error:\n", cudasim::describe_running().c_str());
+}
+void __ubsan_on_report() {
+    fprintf(stderr, "cudasim: %s: UndefinedBehaviorSanitizer found the error above\n",
+            cudasim::describe_running().c_str());
+}
+}

@@ -1,0 +1,47 @@
+// What a Stream is on a GPU; shared by the files of this backend only.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <unordered_map>
+
+#include "kernels/device.h"
+
+struct MatmulPlans;  // matmul.cu: what is known about each product that was asked for
+
+// Pinned host memory through which copies go: the GPU reads and writes it by itself, while the host goes on.
+struct Staging {
+    static constexpr size_t bytes = size_t{1} << 20;
+    char* memory = nullptr;
+    cudaEvent_t done = nullptr;  // of the last copy from or to it
+};
+
+struct Stream {
+    int device;
+    cudaStream_t stream;
+
+    cublasLtHandle_t lt;
+    void* workspace;  // cuBLASLt's, of a fixed size: an algorithm's choice may depend on it
+    size_t workspace_bytes;
+    std::shared_ptr<MatmulPlans> matmul_plans;  // made by the first product
+    bool tf32 = false;                          // fp32 products may round their inputs to TF32
+    bool fused_epilogues = false;  // bias and GELU within cuBLASLt's products instead of our own kernels
+
+    void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens
+    size_t scratch_bytes = 0;
+
+    std::array<Staging, 4> staging;  // used in turn
+    size_t next_staging = 0;
+
+    std::unordered_map<void*, size_t> allocations;  // what device_malloc gave out
+    size_t allocated = 0, peak = 0;                 // bytes
+};
+
+// At least `bytes` of device memory for the op that asks, until the next op asks: ops of a stream run one
+// after the other. It only grows, and growing waits for the device: that happens in the first step alone.
+// Aligned to 256 bytes; contents are unspecified.
+void* device_scratch(Stream* stream, size_t bytes);
