@@ -281,6 +281,14 @@ void check_access(const void* address, size_t bytes, bool write) {
     if (in_region(address)) check_device_access(address, bytes, write);
 }
 
+void check_atomic(const void* address, size_t bytes) {
+    if (__asan_region_is_poisoned(const_cast<void*>(address), bytes) != nullptr) {
+        fault("out of bounds: atomic operation at %s", describe_address(address).c_str());
+    }
+    if (in_region(address)) demand_written(region.state + region_offset(address), address, bytes);
+    note_hidden_stores();  // or what this operation changes would be taken for a plain store
+}
+
 void note_hidden_stores() {
     const size_t kept = std::min(recent.count, recent_loads);
     for (size_t i = 0; i < kept; ++i) look_again(recent.ring[i]);

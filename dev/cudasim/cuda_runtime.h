@@ -161,21 +161,30 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 }
 
 // Integers only: a float sum by atomics has no fixed order.
-template <typename Integer>
-Integer atomicAdd(Integer* address, std::type_identity_t<Integer> value) {
+#define CUDASIM_ATOMIC template <typename Integer> __attribute__((no_sanitize("address"), noinline))
+CUDASIM_ATOMIC Integer atomicAdd(Integer* address, std::type_identity_t<Integer> value) {
     static_assert(std::is_integral_v<Integer>, "no float atomics: every sum has a fixed order");
+    cudasim::check_atomic(address, sizeof(Integer));
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
-template <typename Integer>
-Integer atomicExch(Integer* address, std::type_identity_t<Integer> value) {
+CUDASIM_ATOMIC Integer atomicMax(Integer* address, std::type_identity_t<Integer> value) {
+    cudasim::check_atomic(address, sizeof(Integer));
+    Integer old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return old;
+}
+CUDASIM_ATOMIC Integer atomicExch(Integer* address, std::type_identity_t<Integer> value) {
+    cudasim::check_atomic(address, sizeof(Integer));
     return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
-template <typename Integer>
-Integer atomicCAS(Integer* address, std::type_identity_t<Integer> expected,
-                  std::type_identity_t<Integer> value) {
+CUDASIM_ATOMIC Integer atomicCAS(Integer* address, std::type_identity_t<Integer> expected,
+                                 std::type_identity_t<Integer> value) {
+    cudasim::check_atomic(address, sizeof(Integer));
     __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
 }
+#undef CUDASIM_ATOMIC
 
 // ---------------------------------------------------------------------------------------------------
 // Errors

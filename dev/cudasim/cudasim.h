@@ -64,6 +64,9 @@ void* shared_memory(size_t bytes, size_t alignment, const void* after);
 // __threadfence: from here on this launch may hand data from block to block.
 void fence();
 
+// Atomic operations are no races, and checked here; the compiler's check would take them for plain ones.
+void check_atomic(const void* address, size_t bytes);
+
 // The rest of warp-level PTX (kernels/cuda/ptx.cuh), from the tables of ptx_tables.h.
 enum class HalfType { bf16, fp16 };
 void mma_m16n8k16(float* acc, const uint32_t* a, uint32_t b0, uint32_t b1, HalfType type,

@@ -27,25 +27,33 @@ std::string describe_running() {
     return "kernel " + kernel_name(thread->block->launch->kernel) + text;
 }
 
-std::string symbolize(const void* instruction, const char* format) {
-    char text[1000] = "";
-    __sanitizer_symbolize_pc(const_cast<void*>(instruction), format, text, sizeof(text));
-    return text;
+// What stands at an instruction, as "function|file:line|file", the innermost of inlined functions first.
+std::vector<std::string> symbolize(const void* instruction) {
+    char text[8000];
+    __sanitizer_symbolize_pc(const_cast<void*>(instruction), "%f|%S|%s", text, sizeof(text));
+    std::vector<std::string> functions;
+    for (const char* next = text; *next != '\0'; next += functions.back().size() + 1) functions.emplace_back(next);
+    return functions;
 }
 
-// The calls that led here from the kernel, or from main: without the simulator's own and libstdc++'s.
+// The calls that led here from the kernel, or from main: without the simulator's own and libraries'.
 void print_trace() {
     void* frames[64];
     const int count = backtrace(frames, 64);
     const Thread* thread = running();
-    const std::string kernel = thread == nullptr ? "main" : kernel_name(thread->block->launch->kernel);
+    const std::string last = thread == nullptr ? "main" : kernel_name(thread->block->launch->kernel);
     for (int i = 0; i < count; ++i) {
-        const std::string function = symbolize(frames[i], "%f"), file = symbolize(frames[i], "%s");
-        const bool ours = file.find("dev/cudasim/") != std::string::npos;
-        const bool library =
-            function.find("__interceptor") == 0 || file.find("/include/c++/") != std::string::npos;
-        if (!ours && !library) fprintf(stderr, "    in %s\n", symbolize(frames[i], "%f, %S").c_str());
-        if (plain_name(function) == kernel) break;
+        for (const std::string& line : symbolize(frames[i])) {
+            const size_t place = line.find('|'), file = line.rfind('|');
+            const std::string function = line.substr(0, place);
+            const bool skip = line.find("dev/cudasim/", file) != std::string::npos ||
+                              line.find("libsanitizer", file) != std::string::npos ||
+                              line.find("<null>", file) != std::string::npos || line[file + 1] == '/';
+            if (!skip) {
+                fprintf(stderr, "    in %s, %s\n", function.c_str(), line.substr(place + 1, file - place - 1).c_str());
+            }
+            if (plain_name(function) == last) return;
+        }
     }
 }
 
@@ -61,7 +69,8 @@ void print_trace() {
 
 // The symbolizer looks up the instruction before the address it gets.
 std::string kernel_name(const void* kernel) {
-    return plain_name(symbolize(static_cast<const char*>(kernel) + 1, "%f"));
+    const std::vector<std::string> functions = symbolize(static_cast<const char*>(kernel) + 1);
+    return functions.empty() ? "?" : plain_name(functions.back().substr(0, functions.back().find('|')));
 }
 
 void fault(const char* format, ...) {

@@ -100,7 +100,8 @@ template <typename Storage>
 __global__ void __launch_bounds__(elementwise_threads)
     gelu_backward_kernel(Storage* __restrict__ dx, const Storage* __restrict__ pre_gelu, size_t n,
                          bool vectors) {
-    for_my_entries(n, vectors, [&](size_t i, auto size) {
+    for_my_entries(n, vectors, [&](size_t i, auto entries) {
+        constexpr unsigned size = decltype(entries)::value;
         Pack<float, size> gradient = load_pack<true, size>(dx + i);
         const Pack<float, size> x = load_pack<true, size>(pre_gelu + i);
         for (unsigned j = 0; j < size; j++) gradient.element[j] *= gelu_derivative(x.element[j]);
