@@ -34,7 +34,7 @@ $(shell mkdir -p build; \
 
 all: cpu
 cpu: $(BUILD)/train_gpt
-	@ln -sfn $(BUILD)/train_gpt train_gpt
+	@$(if $(SANITIZE),,ln -sfn $(BUILD)/train_gpt train_gpt)
 
 $(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(OBJECTS)
 	@echo "link $@"

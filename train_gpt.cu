@@ -559,8 +559,8 @@ void train_loop(Run<Storage>& run) {
             consecutive_skips = 0;
             report_step(run, result, start);
             if (due(run, o.val_every)) validate(run);
+            if (due(run, o.checkpoint_every)) save(run);  // before anything that may fail for its own reasons
             if (due(run, o.sample_every)) sample(run);
-            if (due(run, o.checkpoint_every)) save(run);
         }
         if (stop_requested) {
             if (!due(run, o.checkpoint_every)) save(run);
