@@ -161,7 +161,9 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 }
 
 // Integers only: a float sum by atomics has no fixed order.
-#define CUDASIM_ATOMIC template <typename Integer> __attribute__((no_sanitize("address"), noinline))
+#define CUDASIM_ATOMIC          \
+    template <typename Integer> \
+    __attribute__((no_sanitize("address"), noinline))
 CUDASIM_ATOMIC Integer atomicAdd(Integer* address, std::type_identity_t<Integer> value) {
     static_assert(std::is_integral_v<Integer>, "no float atomics: every sum has a fixed order");
     cudasim::check_atomic(address, sizeof(Integer));
@@ -170,7 +172,8 @@ CUDASIM_ATOMIC Integer atomicAdd(Integer* address, std::type_identity_t<Integer>
 CUDASIM_ATOMIC Integer atomicMax(Integer* address, std::type_identity_t<Integer> value) {
     cudasim::check_atomic(address, sizeof(Integer));
     Integer old = __atomic_load_n(address, __ATOMIC_RELAXED);
-    while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (old < value &&
+           !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
     return old;
 }

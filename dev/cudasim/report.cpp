@@ -32,7 +32,8 @@ std::vector<std::string> symbolize(const void* instruction) {
     char text[8000];
     __sanitizer_symbolize_pc(const_cast<void*>(instruction), "%f|%S|%s", text, sizeof(text));
     std::vector<std::string> functions;
-    for (const char* next = text; *next != '\0'; next += functions.back().size() + 1) functions.emplace_back(next);
+    for (const char* next = text; *next != '\0'; next += functions.back().size() + 1)
+        functions.emplace_back(next);
     return functions;
 }
 
@@ -50,7 +51,8 @@ void print_trace() {
                               line.find("libsanitizer", file) != std::string::npos ||
                               line.find("<null>", file) != std::string::npos || line[file + 1] == '/';
             if (!skip) {
-                fprintf(stderr, "    in %s, %s\n", function.c_str(), line.substr(place + 1, file - place - 1).c_str());
+                fprintf(stderr, "    in %s, %s\n", function.c_str(),
+                        line.substr(place + 1, file - place - 1).c_str());
             }
             if (plain_name(function) == last) return;
         }

@@ -25,15 +25,18 @@ void choose_device(int index) {
         cudaDriverGetVersion(&driver);
         cudaRuntimeGetVersion(&runtime);
         if (driver != 0) {
-            fail("the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with an "
-                 "older CUDA toolkit, or use the CPU (`make cpu`)",
-                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+            fail(
+                "the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with an "
+                "older CUDA toolkit, or use the CPU (`make cpu`)",
+                driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         }
     }
     // Without any driver CUDA reports an insufficient one too.
-    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver || (error == cudaSuccess && count == 0))
-        fail("no NVIDIA GPU or driver was found, and this program was built for one; `make cpu` builds it for "
-             "the CPU");
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver ||
+        (error == cudaSuccess && count == 0))
+        fail(
+            "no NVIDIA GPU or driver was found, and this program was built for one; `make cpu` builds it for "
+            "the CPU");
     CUDA_CHECK(error);
     if (index < 0 || index >= count) fail("GPU %d: this machine has GPUs 0 to %d", index, count - 1);
 
@@ -42,9 +45,10 @@ void choose_device(int index) {
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
     if (major < 8)
-        fail("GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` builds for the "
-             "CPU",
-             index, major, minor);
+        fail(
+            "GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` builds for the "
+            "CPU",
+            index, major, minor);
 }
 
 void* allocate(size_t bytes, Stream* stream) {
@@ -55,8 +59,9 @@ void* allocate(size_t bytes, Stream* stream) {
         cudaGetLastError();  // so that the next call does not report this error again
         size_t free_bytes = 0, total_bytes = 0;
         CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
-        fail("out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; try a smaller --batch-size or model",
-             bytes / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
+        fail(
+            "out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; try a smaller --batch-size or model",
+            bytes / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
     }
     CUDA_CHECK(error);
     stream->allocated += bytes;
@@ -89,7 +94,8 @@ Stream* stream_create(const DeviceConfig& config) {
         CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&staging.memory), Staging::bytes));
         CUDA_CHECK(cudaEventCreateWithFlags(&staging.done, cudaEventDisableTiming));
     }
-    if (cublasLtCreate(&stream->lt) != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt does not start on GPU %d", config.index);
+    if (cublasLtCreate(&stream->lt) != CUBLAS_STATUS_SUCCESS)
+        fail("cuBLASLt does not start on GPU %d", config.index);
     stream->workspace_bytes = workspace_bytes;
     stream->workspace = allocate(workspace_bytes, stream);
     return stream;
