@@ -1,27 +1,65 @@
-# Builds muGPT. `make` builds ./train_gpt for this machine; `make test` runs every test; `make bench` the
-# benchmarks. Objects and programs go to build/<backend>/; `make -j` uses every core.
-# MARCH=... sets the CPU architecture (default: the one you build on); CXX=clang++ works too.
+# Builds muGPT. `make` builds ./train_gpt for this machine: for its GPU where nvcc and a GPU are there, else for
+# its CPU. `make cpu`, `make cuda`, `make sim` choose; `make test` runs every test; `make bench` the benchmarks.
+# Objects and programs go to build/<backend>/; `make -j` uses every core.
+#
+#   MARCH=...     the CPU's architecture (default: the one you build on)
+#   CXX=clang++   another compiler
+#   SANITIZE=1    the CPU build under AddressSanitizer and UBSan, in build/cpu-sanitize/
+#   ARCHS=...     GPU architectures: "all", or some of 80 86 89 90 100 120 (default: this machine's GPU, else 90)
+#   STATIC=1      the CUDA build without shared libraries but libc, the driver and CUDA's, to be copied elsewhere
 
 CXX ?= g++
 MARCH ?= native
 SANITIZE ?=
+ARCHS ?=
+STATIC ?=
 , := ,
-BACKEND := cpu
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+GPU := $(if $(NVCC),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(,)noheader 2>/dev/null | head -n 1))
+BACKEND ?= $(if $(GPU),cuda,cpu)
 BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
 
 # Kernels reduce in an order that the source fixes; nothing here may let the compiler reorder or assume away
-# NaN. -fno-math-errno and -fno-trapping-math change no result. -Wrestrict is off: GCC 12 raises it falsely on
-# std::string (GCC bug 105651), as it does -Wmaybe-uninitialized on std::regex in sanitizer builds.
+# NaN. -fno-math-errno and -fno-trapping-math change no result. Two warnings are off: GCC 12 raises -Wrestrict
+# falsely on std::string (GCC bug 105651) and -Wmaybe-uninitialized on its own AVX-512 header (bug 105593).
 CXXFLAGS ?= -O3 -g1
+sanitizers := -fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
-         -Wall -Wextra -Wshadow -Wno-restrict -Werror -I. -MMD -MP \
-         $(if $(SANITIZE),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
-         -Wno-maybe-uninitialized)
+         -Wall -Wextra -Wshadow -Wno-restrict -Wno-maybe-uninitialized -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
 
-LIBRARY := $(wildcard kernels/*.cpp kernels/$(BACKEND)/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp)
-OBJECTS := $(LIBRARY:%.cpp=$(BUILD)/%.o)
+OPS := $(wildcard kernels/$(BACKEND)/*.cpp)
 TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program
 GTEST := -lgtest -lgtest_main -lpthread
+
+ifeq ($(BACKEND),cuda)
+    ifeq ($(NVCC),)
+        $(error make cuda: nvcc is not there; install the CUDA toolkit, or use `make cpu`)
+    endif
+    CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+    known := $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//')
+    architectures := $(if $(filter all,$(ARCHS)),$(filter $(known),80 86 89 90 100 120),$(or $(ARCHS),$(subst .,,$(GPU)),90))
+    newest := $(lastword $(architectures))
+    NVCC_FLAGS := -std=c++20 -O3 -lineinfo -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall$(,)-Wextra \
+                  $(foreach a,$(architectures),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
+                  -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
+    FLAGS += -isystem $(CUDA_HOME)/include
+    OPS += $(wildcard kernels/cuda/*.cu)
+    LIBS := -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
+endif
+ifeq ($(BACKEND),sim)
+    # The simulator sees each load and store of the CUDA sources through the calls that these options make GCC
+    # insert; see dev/cudasim/access.cpp.
+    CXXFLAGS := -O1 -g1
+    instrument := $(sanitizers) --param asan-instrumentation-with-call-threshold=0
+    FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
+    OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
+    TESTS += test_cudasim test_cublaslt
+    LIBS := -fsanitize=address$(,)undefined -lboost_context
+endif
+
+
+LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) $(OPS)
+OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.
 $(shell mkdir -p build; \
@@ -29,45 +67,46 @@ $(shell mkdir -p build; \
     line="#define MUGPT_GIT_COMMIT \"$$commit\""; \
     [ "$$(cat build/git_commit.h 2>/dev/null)" = "$$line" ] || echo "$$line" > build/git_commit.h)
 
-.PHONY: all cpu test tests bench clean
+.PHONY: all cpu cuda sim program test tests bench clean
 .SECONDARY:
 
-all: cpu
-cpu: $(BUILD)/train_gpt
-	@$(if $(SANITIZE),,ln -sfn $(BUILD)/train_gpt train_gpt)
+all: $(BACKEND)
+cpu cuda sim:
+	@$(MAKE) --no-print-directory BACKEND=$@ program
+program: $(BUILD)/train_gpt
+	@$(if $(filter cpu cuda,$(notdir $(BUILD))),ln -sfn $(BUILD)/train_gpt train_gpt)
+tests: program $(TESTS:%=$(BUILD)/%)
 
+LINK = @echo "link $@" && $(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^
 $(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(OBJECTS)
-	@echo "link $@"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(LDFLAGS)
+	$(LINK) $(LIBS) $(LDFLAGS)
 
 # test_gpt drives the program and the model; the others test one room of the house each.
 $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS)
-	@echo "link $@"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
+	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
-	@echo "link $@"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(GTEST) $(LDFLAGS)
-
+	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 $(BUILD)/test_program: | $(BUILD)/train_gpt  # which it runs
 
 # OpenBLAS is a yardstick in the benchmarks only; its OpenMP build, by rpath, shares our threads.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-openmp))
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)
-	@echo "link $@"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^ $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LDFLAGS)
+	$(LINK) $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LIBS) $(LDFLAGS)
 $(BUILD)/dev/bench/%.o: FLAGS += $(if $(OPENBLAS),-DHAVE_OPENBLAS -isystem $(wildcard /usr/include/*/openblas-openmp))
 
-# train_gpt and test_gpt are the same C++ for every backend: the host compiler takes them.
+# A .cu file is CUDA only in kernels/cuda/ and only for nvcc; to the host compiler it is C++.
+COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(CXX) $(CXXFLAGS) $(FLAGS) $(instrument)
+ifeq ($(BACKEND),cuda)
+$(BUILD)/kernels/cuda/%.o: kernels/cuda/%.cu
+	@mkdir -p $(@D) && echo "compile $<" && $(NVCC) $(NVCC_FLAGS) -c -o $@ $<
+endif
 $(BUILD)/%.o: %.cu
-	@mkdir -p $(@D)
-	@echo "compile $<"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -x c++ -c -o $@ $<
+	$(COMPILE) -x c++ -c -o $@ $<
 $(BUILD)/%.o: %.cpp
-	@mkdir -p $(@D)
-	@echo "compile $<"
-	@$(CXX) $(CXXFLAGS) $(FLAGS) -c -o $@ $<
+	$(COMPILE) -c -o $@ $<
+$(BUILD)/dev/cudasim/%.o: instrument :=
+$(BUILD)/dev/cudasim/%.o: CXXFLAGS := -O2 -g1
 
-tests: cpu $(TESTS:%=$(BUILD)/%)
 test:
 	scripts/test.sh
 bench: $(BUILD)/bench_gemm

@@ -40,7 +40,7 @@ namespace {
 // Shuffles and votes order no memory accesses (CUDA C++ Programming Guide, "Warp Shuffle Functions").
 // Kept for each word: its last writer and its last reader, or that several have read it.
 
-// Who touched a word, when: what Touch packs into 64 bits. Counters wrap; that can only hide a race.
+// Who touched a word, when; a Touch packs it into 64 bits. Epochs wrap; that can only hide a race.
 struct Access {
     uint32_t run;     // of the block; 29 bits
     unsigned halves;  // which 2 bytes of the word; 2 bits: neighbours may write one each
@@ -49,40 +49,54 @@ struct Access {
     unsigned block_epoch, warp_epoch;  // 12 and 10 bits
 
     static constexpr unsigned several = 1024, several_warps = several + 1024 / warp_size;
+    static constexpr int run_shift = 35;
 
     unsigned warp() const { return who < several ? who / warp_size : who - several; }
     uint64_t packed() const {
-        return uint64_t{run} << 35 | uint64_t{halves} << 33 | uint64_t{who} << 22 |
+        return uint64_t{run} << run_shift | uint64_t{halves} << 33 | uint64_t{who} << 22 |
                uint64_t{block_epoch} << 10 | warp_epoch;
     }
     static Access unpack(uint64_t x) {
-        return {static_cast<uint32_t>(x >> 35), static_cast<unsigned>(x >> 33 & 3),
+        return {static_cast<uint32_t>(x >> run_shift), static_cast<unsigned>(x >> 33 & 3),
                 static_cast<unsigned>(x >> 22 & 0x7ff), static_cast<unsigned>(x >> 10 & 0xfff),
                 static_cast<unsigned>(x & 0x3ff)};
     }
 };
-constexpr uint32_t run_mask = (1u << 29) - 1;
+static_assert(max_runs == uint32_t{1} << (64 - Access::run_shift));
 
-Access access_by(const Thread& thread, unsigned halves) {
-    return {thread.block->run & run_mask, halves, thread.number, thread.block->epoch & 0xfff,
-            thread.block->warps[thread.warp()].epoch & 0x3ff};
-}
-
-bool ordered(const Access& earlier, const Access& now, const Thread& thread, bool shared_memory) {
+inline bool ordered(const Access& earlier, const Access& now) {
     if ((earlier.halves & now.halves) == 0) return true;
-    if (earlier.run != now.run) {
-        const Launch& launch = *thread.block->launch;
-        // Shared memory of an earlier block is another's memory; an earlier launch has finished.
-        return shared_memory || launch.fenced || earlier.run < (launch.first_run & run_mask);
-    }
+    if (earlier.run != now.run) return false;
     if (earlier.block_epoch != now.block_epoch || earlier.who == now.who) return true;
     return earlier.warp() == now.warp() && earlier.warp_epoch != now.warp_epoch;
 }
 
-[[noreturn]] void report_race(const void* address, const Access& earlier, bool wrote, bool writes,
-                              const Thread& thread) {
+// One access by a thread, as it is compared with what a word remembers.
+struct Observer {
+    Access now;
+    uint64_t packed;
+    uint64_t from, to;  // packed accesses outside of [from, to) have nothing to do with this one
+
+    Observer(const Thread& thread, const void* address, unsigned halves)
+        : now{thread.block->run, halves, thread.number, thread.block->epoch & 0xfff,
+              thread.block->warps[thread.warp()].epoch & 0x3ff},
+          packed(now.packed()) {
+        // Other blocks of the launch matter unless they have shared memory of their own, or fences.
+        const Launch& launch = *thread.block->launch;
+        const bool alone = is_shared_memory(address) || launch.fenced.load(std::memory_order_relaxed);
+        from = uint64_t{alone ? now.run : launch.first_run} << Access::run_shift;
+        to = alone ? from + (uint64_t{1} << Access::run_shift) : ~uint64_t{0};
+    }
+
+    bool conflicts_with(uint64_t earlier) const {
+        return earlier >= from && earlier < to && earlier != packed && !ordered(Access::unpack(earlier), now);
+    }
+};
+
+[[noreturn]] void report_race(const void* address, uint64_t packed, bool wrote, bool writes) {
+    const Access earlier = Access::unpack(packed);
+    const uint32_t block = earlier.run - running()->block->launch->first_run;
     char who[80];
-    const uint32_t block = earlier.run - (thread.block->launch->first_run & run_mask);
     if (earlier.who < Access::several) {
         snprintf(who, sizeof(who), "thread number %u of block number %u", earlier.who, block);
     } else {
@@ -92,43 +106,36 @@ bool ordered(const Access& earlier, const Access& now, const Thread& thread, boo
           wrote ? "wrote" : "read", describe_address(address).c_str());
 }
 
-void record_word(Touch& touch, const void* address, const Access& now, bool write, const Thread& thread,
-                 bool shared_memory) {
-    const uint64_t packed = now.packed();
+[[gnu::always_inline]] inline void record_word(Touch& touch, const void* address, const Observer& observer,
+                                               bool write) {
     const uint64_t writer = touch.writer.load(std::memory_order_relaxed);
     const uint64_t reader = touch.reader.load(std::memory_order_relaxed);
-    const auto conflicts = [&](uint64_t earlier) {
-        return earlier != 0 && earlier != packed &&
-               !ordered(Access::unpack(earlier), now, thread, shared_memory);
-    };
-    if (conflicts(writer)) report_race(address, Access::unpack(writer), true, write, thread);
+    if (observer.conflicts_with(writer)) report_race(address, writer, true, write);
     if (write) {
-        if (conflicts(reader)) report_race(address, Access::unpack(reader), false, true, thread);
-        touch.writer.store(packed, std::memory_order_relaxed);
-    } else if (conflicts(reader)) {
+        if (observer.conflicts_with(reader)) report_race(address, reader, false, true);
+        touch.writer.store(observer.packed, std::memory_order_relaxed);
+    } else if (observer.conflicts_with(reader)) {  // no fault: two readers
         const Access earlier = Access::unpack(reader);
-        Access both = now;
+        Access both = observer.now;
+        const bool one_warp = earlier.run == both.run && earlier.warp() == both.warp();
         both.halves |= earlier.halves;
-        both.who = earlier.run == now.run && earlier.warp() == now.warp() ? Access::several + now.warp()
-                                                                          : Access::several_warps;
+        both.who = one_warp ? Access::several + earlier.warp() : Access::several_warps;
         touch.reader.store(both.packed(), std::memory_order_relaxed);
     } else {
-        touch.reader.store(packed, std::memory_order_relaxed);
+        touch.reader.store(observer.packed, std::memory_order_relaxed);
     }
 }
 
 void record(const void* address, size_t bytes, bool write, const Thread& thread) {
-    if (bytes < 2) return;
-    const bool shared_memory = is_shared_memory(address);
     const size_t offset = region_offset(address);
     Touch* touch = region.touches + offset / word;
     if (bytes == 2) {
-        const Access now = access_by(thread, offset % word == 0 ? 1 : 2);
-        return record_word(*touch, address, now, write, thread, shared_memory);
-    }
-    const Access now = access_by(thread, 3);
-    for (Touch* end = touch + bytes / word; touch != end; ++touch) {
-        record_word(*touch, address, now, write, thread, shared_memory);
+        record_word(*touch, address, Observer(thread, address, offset % word == 0 ? 1 : 2), write);
+    } else if (bytes >= word) {
+        const Observer observer(thread, address, 3);
+        for (Touch* end = touch + bytes / word; touch != end; ++touch) {
+            record_word(*touch, address, observer, write);
+        }
     }
 }
 
@@ -182,14 +189,24 @@ void remember(const void* address, size_t bytes) {
 // Set at the first access, which may come before this file's initialisers.
 constinit size_t shadow_offset = 0;
 
-// Whether ASan's shadow forbids the byte: https://github.com/google/sanitizers/wiki/AddressSanitizerAlgorithm
-bool poisoned(uintptr_t address) {
+// Whether ASan's shadow forbids the access: one shadow byte tells of 8 bytes how many may be touched, 0 for
+// all (https://github.com/google/sanitizers/wiki/AddressSanitizerAlgorithm).
+template <size_t bytes>
+[[gnu::always_inline]] inline bool poisoned(uintptr_t address) {
     if (shadow_offset == 0) [[unlikely]] {
         size_t scale = 0;
         __asan_get_shadow_mapping(&scale, &shadow_offset);
     }
-    const int8_t shadow = *reinterpret_cast<const int8_t*>((address >> 3) + shadow_offset);
-    return shadow != 0 && static_cast<int8_t>(address & 7) >= shadow;
+    const int8_t* shadow = reinterpret_cast<const int8_t*>((address >> 3) + shadow_offset);
+    if constexpr (bytes >= 8) {
+        // An unaligned access of 8 bytes and more reaches into the next granule.
+        const uintptr_t last = address + bytes - 1;
+        const int8_t end = *reinterpret_cast<const int8_t*>((last >> 3) + shadow_offset);
+        return shadow[0] != 0 || (bytes == 16 && shadow[1] != 0) ||
+               (end != 0 && static_cast<int8_t>(last & 7) >= end);
+    } else {
+        return shadow[0] != 0 && static_cast<int8_t>((address & 7) + bytes - 1) >= shadow[0];
+    }
 }
 
 [[noreturn]] void report_never_written(const void* address, size_t bytes, State state) {
@@ -200,27 +217,23 @@ bool poisoned(uintptr_t address) {
     fault("reads %zu bytes that were never written: %s", bytes, describe_address(address).c_str());
 }
 
-// Sets or tests the state of each byte.
+// The state of the bytes of an access, 8 at a time where it is that long.
+static_assert(static_cast<int>(State::written) == 1);
+constexpr uint64_t all_written = 0x0101010101010101u;
+
 void mark_written(State* state, size_t bytes) {
-    static_assert(static_cast<int>(State::written) == 1);
-    constexpr uint64_t all = 0x0101010101010101u;
-    switch (bytes) {
-        case 2:
-            *reinterpret_cast<uint16_t*>(state) = static_cast<uint16_t>(all);
-            break;
-        case 4:
-            *reinterpret_cast<uint32_t*>(state) = static_cast<uint32_t>(all);
-            break;
-        case 8:
-            *reinterpret_cast<uint64_t*>(state) = all;
-            break;
-        default:
-            std::fill(state, state + bytes, State::written);
-    }
+    size_t i = 0;
+    for (; i + 8 <= bytes; i += 8) memcpy(state + i, &all_written, 8);
+    if (i + 4 <= bytes) memcpy(state + i, &all_written, 4), i += 4;
+    for (; i < bytes; ++i) state[i] = State::written;
 }
 
 void demand_written(const State* state, const void* address, size_t bytes) {
-    for (size_t i = 0; i < bytes; ++i) {
+    size_t i = 0;
+    uint64_t eight = all_written;
+    for (; i + 8 <= bytes && eight == all_written; i += 8) memcpy(&eight, state + i, 8);
+    if (eight != all_written) i -= 8;
+    for (; i < bytes; ++i) {
         if (state[i] != State::written) report_never_written(address, bytes, state[i]);
     }
 }
@@ -252,7 +265,7 @@ template <size_t bytes, bool write>
 inline void check(const void* address) {
     const uintptr_t a = reinterpret_cast<uintptr_t>(address);
     const bool device = in_region(address);
-    if (poisoned(a) || poisoned(a + bytes - 1)) [[unlikely]] {
+    if (poisoned<bytes>(a)) [[unlikely]] {
         if (device) {
             fault("out of bounds: %s %zu bytes at %s", write ? "writes" : "reads", bytes,
                   describe_address(address).c_str());

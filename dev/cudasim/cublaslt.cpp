@@ -300,7 +300,7 @@ void multiply(const Call& call) {
     const size_t k = ta ? call.a.rows : call.a.columns;
     for (int32_t l = 0; l < call.d.batch; ++l) {
         const std::vector<float> a = to_floats(call.A, call.a, l, ta), b = to_floats(call.B, call.b, l, tb);
-#pragma omp parallel
+#pragma omp parallel if (m * n * k > 100000)
         {
             std::vector<float> sums(m);
 #pragma omp for
@@ -332,10 +332,11 @@ void run(const Call& call) {
         aux.leading_dimension = call.description.aux_leading_dimension;
         announce(call.description.aux, aux, call.description.epilogue != CUBLASLT_EPILOGUE_DGELU);
     }
-    if (call.workspace_bytes != 0) {
-        // A few KiB of it are enough to spoil what somebody keeps there.
-        cudasim::will_write(call.workspace, call.workspace_bytes, name);
-        memset(call.workspace, 0xff, std::min(call.workspace_bytes, size_t{16384}));
+    // Rubbish in a few KiB of the workspace is enough to spoil what somebody keeps there.
+    const size_t spoilt = std::min(call.workspace_bytes, size_t{16384});
+    if (spoilt != 0) {
+        cudasim::will_write(call.workspace, spoilt, name);
+        memset(call.workspace, 0xff, spoilt);
     }
     announce(call.D, call.d, true);
     multiply(call);

@@ -57,12 +57,15 @@ struct Launch {
     size_t shared_bytes;
     std::function<void()> thread_body;  // what each thread runs
     uint64_t number = 0;                // counts launches: part of the seed of their orders
-    uint32_t first_run = 0;             // block i is run first_run + i of all blocks ever run
+    uint32_t first_run = 0;             // block i is run first_run + i of all blocks run, see max_runs
     std::atomic<bool> fenced = false;   // some thread called __threadfence
 };
 
 // Runs all blocks; returns when the last one has finished.
 void run_kernel(Launch& launch);
+
+// Who touched memory is kept by run numbers of so many bits: when they are used up, all is forgotten.
+constexpr uint32_t max_runs = uint32_t{1} << 29;
 
 // One block on its way through an OS thread, and a warp of it: the clocks that order memory accesses.
 struct Warp {

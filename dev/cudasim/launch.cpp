@@ -60,7 +60,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
                       config.dynamicSmemBytes, shared_limit);
     }
     if (config.numAttrs != 0) return cudaErrorNotSupported;
-    if (size_t{grid.x} * grid.y * grid.z > 0x7fffffff) fault("a grid too large to simulate");
+    if (size_t{grid.x} * grid.y * grid.z >= max_runs) fault("a grid too large to simulate");
     for (const void* pointer : pointers) {
         if (pointer != nullptr && !is_device_memory(pointer) && !is_pinned_memory(pointer)) {
             fault("launch of kernel %s: an argument points to host memory: %p", kernel_name(kernel).c_str(),

@@ -114,6 +114,8 @@ void copy_state(void* to, const void* from, size_t bytes) {
     memmove(region.state + region_offset(to), region.state + region_offset(from), bytes);
 }
 
+void forget_touches() { drop_pages(region.touches, region_bytes / word * sizeof(Touch)); }
+
 void check_range(const void* memory, size_t bytes, const char* name) {
     if (bytes == 0) return;
     if (!is_device_memory(memory)) fault("%s: %p is not device memory", name, memory);

@@ -43,6 +43,9 @@ void make_fresh(void* memory, size_t bytes);        // lifts the poison; never w
 void set_state(void* memory, size_t bytes, State state);
 void copy_state(void* to, const void* from, size_t bytes);
 
+// Forgets who touched what.
+void forget_touches();
+
 // Faults unless the range lies within one device allocation.
 void check_range(const void* memory, size_t bytes, const char* name);
 

@@ -67,14 +67,18 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return *count == 0 ? cudaErrorNoDevice : cudaSuccess;
 }
 
+// All devices share one memory: what differs between them is not simulated.
+static thread_local int current_device = 0;
+
 cudaError_t cudaSetDevice(int device) {
     if (cudasim::device_count() == 0) return cudaErrorNoDevice;
-    return device >= 0 && device < cudasim::device_count() ? cudaSuccess : cudaErrorInvalidDevice;
+    if (device < 0 || device >= cudasim::device_count()) return cudaErrorInvalidDevice;
+    current_device = device;
+    return cudaSuccess;
 }
 
-// All devices share one memory: what differs between them is not simulated.
 cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
+    *device = current_device;
     return cudasim::device_count() == 0 ? cudaErrorNoDevice : cudaSuccess;
 }
 

@@ -304,7 +304,7 @@ __global__ void shared_kernel(float* out, size_t first, size_t index) {
     __syncthreads();
     if (threadIdx.x == 0) *out = a[index] + b[31];
 }
-__global__ void unlike_shared_kernel() { shared<float>(threadIdx.x < 4 ? 8 : 16)[0] = 0.0f; }
+__global__ void unlike_shared_kernel() { shared<float>(threadIdx.x < 4 ? 8 : 16); }
 
 TEST_F(CudaSimDeathTest, SharedMemory) {
     float* out = device_array<float>(1);
@@ -426,6 +426,18 @@ TEST_F(CudaSim, ResultsThatDependOnTheOrderAreSeenOverSeeds) {
     EXPECT_FALSE(ordered(64));
     EXPECT_TRUE(ordered(1));
     cudaFree(order), cudaFree(ticket);
+}
+
+// A plain look at a counter is not taken for a part of the atomic operation on it that follows.
+__global__ void count_kernel(unsigned* counter, unsigned limit) {
+    if (*counter < limit) atomicAdd(counter, 1);
+}
+
+TEST_F(CudaSim, AtomicOperationsAreNoRaces) {
+    unsigned* counter = to_device(std::vector<unsigned>{0});
+    run(count_kernel, 3, 64, 0, counter, 1000u);
+    EXPECT_EQ(to_host(counter, 1)[0], 192u);
+    cudaFree(counter);
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -684,6 +696,7 @@ TEST_F(CudaSim, ForgottenEventWaitsChangeResults) {
 // Into memory that is still fresh, a forgotten wait is a read of never-written memory.
 TEST_F(CudaSimDeathTest, ForgottenEventWaitOnFreshMemory) {
     const auto forget = [] {
+        cudasim::set_seed(0);  // under seed 1, operations run in the order of the calls
         TwoStreams s;
         float *x = device_array<float>(64), *y = device_array<float>(64), *z = to_device(ramp(64));
         start_on(s.first, copy_kernel<float>, 2, 32, 0, x, z, 64);

@@ -13,9 +13,6 @@
 
 namespace {
 
-// What NVIDIA recommends for Hopper; on smaller GPUs it does no harm.
-constexpr size_t workspace_bytes = size_t{32} << 20;
-
 // Fails with a line that says what to do if there is no GPU, or none that these kernels run on.
 void choose_device(int index) {
     int count = 0;
@@ -26,8 +23,7 @@ void choose_device(int index) {
         cudaRuntimeGetVersion(&runtime);
         if (driver != 0) {
             fail(
-                "the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with "
-                "an "
+                "the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with an "
                 "older CUDA toolkit, or use the CPU (`make cpu`)",
                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         }
@@ -47,8 +43,7 @@ void choose_device(int index) {
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
     if (major < 8)
         fail(
-            "GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` "
-            "builds for the "
+            "GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` builds for the "
             "CPU",
             index, major, minor);
 }
@@ -62,8 +57,7 @@ void* allocate(size_t bytes, Stream* stream) {
         size_t free_bytes = 0, total_bytes = 0;
         CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
         fail(
-            "out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; "
-            "try a smaller --batch-size or model",
+            "out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; try a smaller --batch-size or model",
             bytes / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
     }
     CUDA_CHECK(error);
@@ -99,8 +93,6 @@ Stream* stream_create(const DeviceConfig& config) {
     }
     if (cublasLtCreate(&stream->lt) != CUBLAS_STATUS_SUCCESS)
         fail("cuBLASLt does not start on GPU %d", config.index);
-    stream->workspace_bytes = workspace_bytes;
-    stream->workspace = allocate(workspace_bytes, stream);
     return stream;
 }
 
@@ -147,6 +139,11 @@ void device_free(void* memory, Stream* stream) {
     if (found == stream->allocations.end()) fail("device_free: not memory of this stream");
     release(memory, found->second, stream);
     stream->allocations.erase(found);
+}
+
+void* matmul_workspace(Stream* stream) {
+    if (stream->workspace == nullptr) stream->workspace = allocate(Stream::workspace_bytes, stream);
+    return stream->workspace;
 }
 
 void* device_scratch(Stream* stream, size_t bytes) {

@@ -1,11 +1,13 @@
 // Linear layers and the head's logits: three matrix products by cuBLASLt (matmul.cuh), and what surrounds
 // them: bias and tanh-GELU, GELU's derivative, the bias's gradient.
 //
-// Bias and GELU are kernels of ours by default. They cost one more pass over the output, 2 bytes read and 2
-// written for each element, or 2 and 4 with GELU, against 2*C FLOPs for the product; in return they work at
-// every size and alignment, and GELU is the same function here and in the backward pass. Where
-// stream->fused_epilogues is set, cuBLASLt does it on the product's way to memory, at the sizes it can. Which
-// is faster depends on shape and GPU: its kernels with epilogues are not always its fast ones.
+// By default the products are plain ones and the rest are kernels of ours. The output is filled with the bias
+// and the product added to it (beta = 1), so that bias and product are added in fp32 and rounded once; GELU
+// and its derivative take a pass of their own. That is 4 bytes moved for each 16-bit output, and 4 more with
+// GELU, against 2*C FLOPs of the product. In return it works at every size and alignment, and GELU is the
+// same function in both directions. With stream->fused_epilogues, cuBLASLt does these on the product's way to
+// memory, at the sizes it can; which is faster depends on shape and GPU, as its kernels with epilogues are
+// not always its fast ones.
 //
 // The bias's gradient is always ours: cuBLASLt would overwrite instead of add, in the type of its output.
 // An element's sum goes over rows in an order that depends on the sizes alone.
@@ -49,48 +51,53 @@ __device__ __forceinline__ float gelu_derivative(float x_) {
 }
 
 // ---------------------------------------------------------------------------------------------------
-// y += bias, and out = gelu(y) where out is given. y, out (N,OC).
+// out(i,:) = bias. out (N,OC).
 //
-// A thread keeps the bias of its pack of columns in registers and walks down a few rows.
+// A thread keeps a pack of the bias in registers and walks down a few rows.
 
-constexpr unsigned bias_threads = 128, bias_rows = 8;
+constexpr unsigned fill_threads = 128, rows_a_thread = 8;
 
-template <typename Storage, bool vectors, bool with_gelu>
-__global__ void __launch_bounds__(bias_threads)
-    bias_gelu_kernel(Storage* __restrict__ out, Storage* __restrict__ y, const Storage* __restrict__ bias,
-                     size_t N, size_t OC, unsigned column_blocks) {
+template <typename Storage, bool vectors>
+__global__ void __launch_bounds__(fill_threads)
+    fill_rows_kernel(Storage* __restrict__ out, const Storage* __restrict__ bias, size_t N, size_t OC,
+                     unsigned column_blocks) {
     constexpr unsigned size = pack_size<Storage>;
-    const size_t column = (size_t{blockIdx.x % column_blocks} * bias_threads + threadIdx.x) * size;
+    const size_t column = (size_t{blockIdx.x % column_blocks} * fill_threads + threadIdx.x) * size;
     if (column >= OC) return;
-    const size_t count = OC - column;
-    Pack<float, size> added = {};
-    if (bias != nullptr) added = load_pack<vectors, size>(bias + column, count);
-
-    const size_t first = size_t{blockIdx.x / column_blocks} * bias_rows;
-    for (size_t row = first; row < first + bias_rows && row < N; row++) {
-        const size_t place = row * OC + column;
-        Pack<float, size> values = load_pack<vectors, size>(y + place, count);
-        for (unsigned i = 0; i < size; i++) values.element[i] += added.element[i];
-        if (bias != nullptr) store_pack<vectors>(y + place, values, count);
-        if constexpr (with_gelu) {
-            // Of the value as stored: the backward pass knows no other.
-            for (float& value : values.element) value = gelu(load_float(store<Storage>(value)));
-            store_pack<vectors>(out + place, values, count);
-        }
-    }
+    const Pack<float, size> values = load_pack<vectors, size>(bias + column, OC - column);
+    const size_t first = size_t{blockIdx.x / column_blocks} * rows_a_thread;
+    for (size_t row = first; row < first + rows_a_thread && row < N; row++)
+        store_pack<vectors>(out + row * OC + column, values, OC - column);
 }
 
 template <typename Storage>
-void add_bias_and_gelu(Storage* out, Storage* y, const Storage* bias, size_t N, size_t OC, Stream* stream) {
+void fill_rows(Storage* out, const Storage* bias, size_t N, size_t OC, Stream* stream) {
     constexpr unsigned size = pack_size<Storage>;
-    const bool vectors = OC % size == 0 && aligned_to_16(out, y, bias);
-    const auto kernel =
-        out == nullptr
-            ? (vectors ? bias_gelu_kernel<Storage, true, false> : bias_gelu_kernel<Storage, false, false>)
-            : (vectors ? bias_gelu_kernel<Storage, true, true> : bias_gelu_kernel<Storage, false, true>);
-    const size_t column_blocks = ceil_div(OC, bias_threads * size);
-    launch(kernel, grid_size(column_blocks * ceil_div(N, bias_rows)), bias_threads, 0, stream, out, y, bias,
-           N, OC, grid_size(column_blocks));
+    const bool vectors = OC % size == 0 && aligned_to_16(out, bias);
+    const size_t column_blocks = ceil_div(OC, fill_threads * size);
+    launch(vectors ? fill_rows_kernel<Storage, true> : fill_rows_kernel<Storage, false>,
+           grid_size(column_blocks * ceil_div(N, rows_a_thread)), fill_threads, 0, stream, out, bias, N, OC,
+           grid_size(column_blocks));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// out = gelu(x). All (n).
+
+template <typename Storage>
+__global__ void __launch_bounds__(elementwise_threads)
+    gelu_forward_kernel(Storage* __restrict__ out, const Storage* __restrict__ x, size_t n, bool vectors) {
+    for_my_entries(n, vectors, [&](size_t i, auto entries) {
+        constexpr unsigned size = decltype(entries)::value;
+        Pack<float, size> values = load_pack<true, size>(x + i);
+        for (unsigned j = 0; j < size; j++) values.element[j] = gelu(values.element[j]);
+        store_pack<true>(out + i, values);
+    });
+}
+
+template <typename Storage>
+void gelu_forward(Storage* out, const Storage* x, size_t n, Stream* stream) {
+    launch(gelu_forward_kernel<Storage>, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream,
+           out, x, n, aligned_to_16(out, x));
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -192,21 +199,23 @@ void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Sto
     check_sizes("linear_forward", {N, C, OC});
     if (out == nullptr || x == nullptr || weight == nullptr) fail("linear_forward: out, x or weight is null");
 
+    Storage* const y = pre_gelu == nullptr ? out : pre_gelu;
     Matmul<Storage, Storage> product = {
-        .d = out, .a = x, .b = weight, .transpose_b = true, .m = N, .n = OC, .k = C};
+        .d = y, .a = x, .b = weight, .transpose_b = true, .m = N, .n = OC, .k = C};
     if (stream->fused_epilogues && bias != nullptr && OC % 8 == 0 && aligned_to_16(bias, pre_gelu)) {
+        product.d = out;
         product.epilogue = pre_gelu == nullptr ? Epilogue::bias : Epilogue::bias_gelu;
         product.bias = bias;
         product.aux = pre_gelu;
         matmul(product, stream);
-    } else if (pre_gelu == nullptr) {
-        matmul(product, stream);
-        if (bias != nullptr) add_bias_and_gelu<Storage>(nullptr, out, bias, N, OC, stream);
-    } else {
-        product.d = pre_gelu;
-        matmul(product, stream);
-        add_bias_and_gelu(out, pre_gelu, bias, N, OC, stream);
+        return;
     }
+    if (bias != nullptr) {
+        fill_rows(y, bias, N, OC, stream);
+        product.beta = 1;
+    }
+    matmul(product, stream);
+    if (pre_gelu != nullptr) gelu_forward(out, pre_gelu, N * OC, stream);
 }
 
 template <typename Storage>

@@ -241,7 +241,7 @@ void matmul(const Matmul<Input, Output>& product, Stream* stream) {
         CUBLAS_CHECK(cublasLtMatmul(stream->lt, of.description.get(), &product.alpha, product.b + l * k * n,
                                     of.b.get(), product.a + l * m * k, of.a.get(), &product.beta,
                                     c + l * m * n, of.d.get(), product.d + l * m * n, of.d.get(),
-                                    &plan.algorithm, stream->workspace, stream->workspace_bytes,
+                                    &plan.algorithm, matmul_workspace(stream), stream->workspace_bytes,
                                     stream->stream));
     }
 }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(chunk_threads)
     for (unsigned i = threadIdx.x; i < chunks; i += blockDim.x) total += mine[i];
     total = block_sum(total, shared<double>(max_warps));
     if (threadIdx.x != 0) return;
-    degenerate[blockIdx.x] = total == 0.0 || !isfinite(total);
+    degenerate[blockIdx.x] = !(total > 0.0 && total < INFINITY);  // NaN too
     scales[blockIdx.x] = 1.0 / (static_cast<double>(safety) * sqrt(total));
 }
 

@@ -25,8 +25,10 @@ struct Stream {
     cudaStream_t stream;
 
     cublasLtHandle_t lt;
-    void* workspace;  // cuBLASLt's, of a fixed size: an algorithm's choice may depend on it
-    size_t workspace_bytes;
+    // cuBLASLt's workspace, of a fixed size: an algorithm's choice may depend on it. 32 MiB is what NVIDIA
+    // recommends for Hopper.
+    static constexpr size_t workspace_bytes = size_t{32} << 20;
+    void* workspace = nullptr;                  // see matmul_workspace
     std::shared_ptr<MatmulPlans> matmul_plans;  // made by the first product
     bool tf32 = false;                          // fp32 products may round their inputs to TF32
     bool fused_epilogues = false;  // bias and GELU within cuBLASLt's products instead of our own kernels
@@ -40,6 +42,9 @@ struct Stream {
     std::unordered_map<void*, size_t> allocations;  // what device_malloc gave out
     size_t allocated = 0, peak = 0;                 // bytes
 };
+
+// workspace_bytes of device memory, allocated when the first product asks.
+void* matmul_workspace(Stream* stream);
 
 // At least `bytes` of device memory for the op that asks, until the next op asks: ops of a stream run one
 // after the other. It only grows, and growing waits for the device: that happens in the first step alone.
