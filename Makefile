@@ -21,7 +21,7 @@ BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
 
 # Kernels reduce in an order that the source fixes; nothing here may let the compiler reorder or assume away
 # NaN. -fno-math-errno and -fno-trapping-math change no result. Two warnings are off: GCC 12 raises -Wrestrict
-# falsely on std::string (GCC bug 105651) and -Wmaybe-uninitialized on its own AVX-512 header (bug 105593).
+# falsely on std::string (GCC bug 105651) and -Wmaybe-uninitialized on std::regex and its own AVX-512 header.
 CXXFLAGS ?= -O3 -g1
 sanitizers := -fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
@@ -29,6 +29,7 @@ FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math 
 
 OPS := $(wildcard kernels/$(BACKEND)/*.cpp)
 TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program
+LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
 ifeq ($(BACKEND),cuda)
@@ -44,7 +45,7 @@ ifeq ($(BACKEND),cuda)
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
-    LIBS := -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
+    LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
 endif
 ifeq ($(BACKEND),sim)
     # The simulator sees each load and store of the CUDA sources through the calls that these options make GCC
@@ -54,7 +55,7 @@ ifeq ($(BACKEND),sim)
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
     TESTS += test_cudasim test_cublaslt
-    LIBS := -fsanitize=address$(,)undefined -lboost_context
+    LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 
 

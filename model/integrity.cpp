@@ -3,11 +3,11 @@
 
 #include <cinttypes>
 #include <cstdio>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <vector>
 
-#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "data/files.h"
@@ -27,14 +27,14 @@ std::string hex(uint64_t value) {
 }  // namespace
 
 FileDigest file_digest(const std::string& path) {
-    XXH3_state_t state;
-    XXH3_64bits_reset(&state);
+    const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(), XXH3_freeState);
+    XXH3_64bits_reset(state.get());
     uint64_t total = 0;
     file_read(path, [&](std::string_view piece) {
-        XXH3_64bits_update(&state, piece.data(), piece.size());
+        XXH3_64bits_update(state.get(), piece.data(), piece.size());
         total += piece.size();
     });
-    return {total, hex(XXH3_64bits_digest(&state))};
+    return {total, hex(XXH3_64bits_digest(state.get()))};
 }
 
 std::string checksum(std::string_view bytes) { return hex(XXH3_64bits(bytes.data(), bytes.size())); }
