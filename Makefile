@@ -110,7 +110,8 @@ $(BUILD)/dev/cudasim/%.o: CXXFLAGS := -O2 -g1
 
 test:
 	scripts/test.sh
-bench: $(BUILD)/bench_gemm
+bench: $(BUILD)/bench_ops $(BUILD)/bench_gemm
+	$(BUILD)/bench_ops
 	$(BUILD)/bench_gemm
 
 clean:

@@ -39,6 +39,7 @@ void device_free(void* memory, Stream* stream);
 
 // Ordered with the stream's ops. Host memory may be reused when the call returns.
 void device_memset_zero(void* memory, size_t bytes, Stream* stream);
+void copy_on_device(void* to, const void* from, size_t bytes, Stream* stream);  // device to device
 void copy_to_device(void* device, const void* host, size_t bytes, Stream* stream);
 // Returns when the data has arrived.
 void copy_to_host(void* host, const void* device, size_t bytes, Stream* stream);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <thread>
 
+#include "kernels/cpu/loops.h"
 #include "kernels/cpu/stream.h"
 #include "kernels/error.h"
 
@@ -16,6 +17,8 @@ namespace {
 
 // Large blocks start on a 2 MiB page border, so that the kernel can use huge pages.
 constexpr size_t huge_page = size_t{2} << 20;
+
+constexpr size_t megabyte = size_t{1} << 20;  // what a thread zeroes or copies at a time
 
 void* allocate(size_t bytes) {
     if (bytes == 0) return nullptr;
@@ -108,8 +111,14 @@ void device_free(void* memory, Stream* stream) {
     free(memory);
 }
 
-void device_memset_zero(void* memory, size_t bytes, Stream*) {
-    if (bytes != 0) memset(memory, 0, bytes);
+void device_memset_zero(void* memory, size_t bytes, Stream* stream) {
+    for_chunks(stream, bytes, megabyte,
+               [&](size_t begin, size_t end) { memset(static_cast<char*>(memory) + begin, 0, end - begin); });
+}
+void copy_on_device(void* to, const void* from, size_t bytes, Stream* stream) {
+    for_chunks(stream, bytes, megabyte, [&](size_t begin, size_t end) {
+        memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
+    });
 }
 void copy_to_device(void* device, const void* host, size_t bytes, Stream*) {
     if (bytes != 0) memcpy(device, host, bytes);

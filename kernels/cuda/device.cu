@@ -161,6 +161,11 @@ void device_memset_zero(void* memory, size_t bytes, Stream* stream) {
     if (bytes != 0) CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->stream));
 }
 
+void copy_on_device(void* to, const void* from, size_t bytes, Stream* stream) {
+    if (bytes == 0) return;
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream->stream));
+}
+
 void copy_to_device(void* device, const void* host, size_t bytes, Stream* stream) {
     for (size_t done = 0; done < bytes;) {
         const size_t count = std::min(Staging::bytes, bytes - done);
