@@ -36,6 +36,8 @@ struct Stream {
     void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens
     size_t scratch_bytes = 0;
 
+    const char* attention_kernel = nullptr;  // "flash" or "general": what ran last, for the tests
+
     std::array<Staging, 4> staging;  // used in turn
     size_t next_staging = 0;
 
