@@ -39,21 +39,23 @@ constexpr const char* dtype_name(Dtype dtype) {
 
 constexpr size_t dtype_size(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
+// The conversions are straight-line code, selecting where they would branch, so that loops over them become
+// vector code. A NaN keeps its sign and upper fraction and becomes quiet, as in the F16C instructions.
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 inline float to_float(fp16_t x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+    const uint32_t sign = (x.bits & 0x8000u) << 16;
     const uint32_t magnitude = x.bits & 0x7fffu;
-    if (magnitude >= 0x7c00u) {  // infinity and NaN: the fp32 exponent is all ones too
-        return std::bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-    }
-    if (magnitude < 0x0400u) {  // zero and subnormals: a multiple of 2^-24, exact in fp32
-        const float value = static_cast<float>(magnitude) * 0x1p-24f;
-        return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
-    }
-    return std::bit_cast<float>(sign | ((magnitude << 13) + (112u << 23)));  // rebias 15 -> 127
+    const uint32_t normal = (magnitude << 13) + (112u << 23);  // rebias 15 -> 127
+    // Infinity and NaN: the fp32 exponent is all ones too.
+    const uint32_t special = (magnitude << 13) | 0x7f800000u | (magnitude > 0x7c00u ? 0x400000u : 0u);
+    // Zero and subnormals: a multiple of 2^-24, exact in fp32.
+    const float tiny = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+    const uint32_t finite = magnitude < 0x0400u ? std::bit_cast<uint32_t>(tiny) : normal;
+    return std::bit_cast<float>(sign | (magnitude >= 0x7c00u ? special : finite));
 }
 
 // Rounds to nearest, ties to even; overflow gives infinity; a NaN stays a (quiet) NaN.
@@ -68,8 +70,9 @@ inline float from_float<float>(float x) {
 template <>
 inline bf16_t from_float<bf16_t>(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
-    return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return {static_cast<uint16_t>((nan ? bits | 0x400000u : rounded) >> 16)};
 }
 
 template <>
@@ -77,12 +80,11 @@ inline fp16_t from_float<fp16_t>(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
-    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // >= 65520
-    if (magnitude < 0x38800000u) {  // below 2^-14: let one fp32 addition do the subnormal's rounding
-        const float shifted = std::bit_cast<float>(magnitude) + 0.5f;  // ulp(0.5) = 2^-24
-        return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u))};
-    }
-    const uint32_t rounded = magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u);
-    return {static_cast<uint16_t>(sign | (rounded >> 13))};
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Below 2^-14 one fp32 addition does the subnormal's rounding: ulp(0.5) = 2^-24.
+    const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t nan = (magnitude >> 13 & 0x3ffu) | 0x7e00u;
+    const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    const uint32_t unbounded = magnitude > 0x7f800000u ? nan : 0x7c00u;
+    return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? unbounded : finite))};  // from 65520 on
 }

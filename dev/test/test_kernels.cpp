@@ -17,7 +17,7 @@
 
 namespace {
 
-using StorageTypes = testing::Types<float>;
+using StorageTypes = testing::Types<float, bf16_t, fp16_t>;
 
 template <typename Storage>
 struct Kernels : testing::Test {};

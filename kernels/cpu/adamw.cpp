@@ -39,3 +39,5 @@ void adamw_update(Storage* param, float* master, float* m, float* v, const float
 }
 
 template void adamw_update(float*, float*, float*, float*, const float*, size_t, const AdamWStep&, Stream*);
+template void adamw_update(bf16_t*, float*, float*, float*, const float*, size_t, const AdamWStep&, Stream*);
+template void adamw_update(fp16_t*, float*, float*, float*, const float*, size_t, const AdamWStep&, Stream*);

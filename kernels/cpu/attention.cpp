@@ -334,6 +334,12 @@ void attention_backward(Storage* dqkv, const Storage* dout, const Storage* out, 
     for_items(stream, B * NH, 5 * B * T * T * C, backward_scratch_bytes(shape), body);
 }
 
-template void attention_forward(float*, float*, const float*, size_t, size_t, size_t, size_t, Stream*);
-template void attention_backward(float*, const float*, const float*, const float*, const float*, size_t,
-                                 size_t, size_t, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                                 \
+    template void attention_forward(Storage*, float*, const Storage*, size_t, size_t, size_t, size_t,        \
+                                    Stream*);                                                                \
+    template void attention_backward(Storage*, const Storage*, const Storage*, const float*, const Storage*, \
+                                     size_t, size_t, size_t, size_t, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE

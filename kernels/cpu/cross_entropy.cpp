@@ -49,3 +49,7 @@ void cross_entropy(float* losses, Storage* dlogits, const float* logits, const i
 }
 
 template void cross_entropy(float*, float*, const float*, const int*, float, size_t, size_t, size_t, Stream*);
+template void cross_entropy(float*, bf16_t*, const float*, const int*, float, size_t, size_t, size_t,
+                            Stream*);
+template void cross_entropy(float*, fp16_t*, const float*, const int*, float, size_t, size_t, size_t,
+                            Stream*);

@@ -41,6 +41,12 @@ void embedding_backward(float* dwte, float* dwpe, const Storage* dout, const int
     for_chunks(stream, C, ceil_div(ceil_div(C, pieces), 16) * 16, add_channels);
 }
 
-template void embedding_forward(float*, const int*, const float*, const float*, size_t, size_t, size_t,
-                                Stream*);
-template void embedding_backward(float*, float*, const float*, const int*, size_t, size_t, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                              \
+    template void embedding_forward(Storage*, const int*, const Storage*, const Storage*, size_t, size_t, \
+                                    size_t, Stream*);                                                     \
+    template void embedding_backward(float*, float*, const Storage*, const int*, size_t, size_t, size_t,  \
+                                     Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE

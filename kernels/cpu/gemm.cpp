@@ -1,7 +1,11 @@
 // The parts of the matrix product that do not depend on what an op does with it; see gemm.h.
 #include "kernels/cpu/gemm.h"
 
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
+
+#include "kernels/cpu/convert.h"
 
 namespace gemm_detail {
 
@@ -13,6 +17,9 @@ constexpr size_t max_tile_panels = 16;  // 96 rows of A, k_block deep: 96 KiB
 constexpr size_t max_group_columns = 3072;
 constexpr size_t max_group_floats = size_t{1} << 20;  // of packed B: 4 MiB
 constexpr size_t pack_panels = 4;  // of B, packed together: reads 256 bytes of each row (AVX2)
+
+constexpr size_t max_pack_lanes = std::max(max_tile_panels * panel_rows, pack_panels* panel_columns);
+constexpr size_t buffer_stride = k_block + 16;  // rows a power of two apart would share few sets of L1
 
 // GCC's and clang's vectors: one source for SSE, AVX2, AVX-512 and NEON.
 typedef float Vector __attribute__((vector_size(vector_floats * sizeof(float))));
@@ -44,21 +51,34 @@ inline void pack_panel(float* __restrict__ to, const Storage* __restrict__ from,
     }
 }
 
-// Packs `count` lanes into panels that start panel_stride apart.
+// Packs `count` lanes, no more than max_pack_lanes, into panels that start panel_stride apart. 16-bit numbers
+// become fp32 by whole runs of memory, before they are rearranged.
 template <size_t width, typename Storage>
 void pack_panels_of(float* packed, size_t panel_stride, const Storage* source, size_t lane_stride,
                     size_t step_stride, size_t count, size_t depth) {
     const size_t panels = ceil_div(count, width);
     if (lane_stride == 1) {  // memory runs across the panels: one step of all of them, then the next
         for (size_t s = 0; s < depth; s++) {
+            float buffer[max_pack_lanes];
+            const float* const lanes = as_floats(buffer, source + s * step_stride, count);
             for (size_t p = 0; p < panels; p++)
-                pack_panel<width>(packed + p * panel_stride + s * width, source + p * width + s * step_stride,
-                                  1, 0, count - p * width, 1);
+                pack_panel<width>(packed + p * panel_stride + s * width, lanes + p * width, 1, 0,
+                                  count - p * width, 1);
         }
     } else {
-        for (size_t p = 0; p < panels; p++)
-            pack_panel<width>(packed + p * panel_stride, source + p * width * lane_stride, lane_stride,
-                              step_stride, count - p * width, depth);
+        for (size_t p = 0; p < panels; p++) {
+            const Storage* const first = source + p * width * lane_stride;
+            float* const panel = packed + p * panel_stride;
+            if constexpr (std::is_same_v<Storage, float>) {
+                pack_panel<width>(panel, first, lane_stride, step_stride, count - p * width, depth);
+            } else {  // step_stride is 1: of a matrix's two strides one is
+                const size_t lanes = std::min(width, count - p * width);
+                float buffer[width * buffer_stride];
+                for (size_t i = 0; i < lanes; i++)
+                    to_floats(buffer + i * buffer_stride, first + i * lane_stride, depth);
+                pack_panel<width>(panel, buffer, buffer_stride, 1, lanes, depth);
+            }
+        }
     }
 }
 
@@ -109,8 +129,13 @@ void pack_rows(float* packed_a, const Matrix<Storage>& a, size_t l, Range panels
                                a.column_stride, std::min(plan.m, panels.end * panel_rows) - i, depth.size());
 }
 
-template void pack_group(float*, const Matrix<float>&, const Group&, const Plan&);
-template void pack_rows(float*, const Matrix<float>&, size_t, Range, Range, const Plan&);
+#define INSTANTIATE(Storage)                                                             \
+    template void pack_group(float*, const Matrix<Storage>&, const Group&, const Plan&); \
+    template void pack_rows(float*, const Matrix<Storage>&, size_t, Range, Range, const Plan&);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE
 
 // The accumulators are named: as an array, gcc keeps them in memory, at a third of the speed. The loop is not
 // unrolled by hand: gcc then moves registers about, and loses a tenth.

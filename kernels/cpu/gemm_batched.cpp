@@ -41,3 +41,7 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
 
 template void gemm_batched(float*, const float*, const float*, const float*, bool, bool, size_t, size_t,
                            size_t, float, float, size_t, Stream*);
+template void gemm_batched(bf16_t*, const bf16_t*, const bf16_t*, const bf16_t*, bool, bool, size_t, size_t,
+                           size_t, float, float, size_t, Stream*);
+template void gemm_batched(fp16_t*, const fp16_t*, const fp16_t*, const fp16_t*, bool, bool, size_t, size_t,
+                           size_t, float, float, size_t, Stream*);

@@ -113,9 +113,15 @@ void layernorm_backward(Storage* dx, float* dweight, float* dbias, const Storage
     });
 }
 
-template void layernorm_forward(float*, float*, float*, const float*, const float*, const float*, size_t,
-                                size_t, Stream*);
-template void residual_layernorm_forward(float*, float*, float*, float*, const float*, const float*,
-                                         const float*, const float*, size_t, size_t, Stream*);
-template void layernorm_backward(float*, float*, float*, const float*, const float*, const float*,
-                                 const float*, const float*, size_t, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                                 \
+    template void layernorm_forward(Storage*, float*, float*, const Storage*, const Storage*,                \
+                                    const Storage*, size_t, size_t, Stream*);                                \
+    template void residual_layernorm_forward(Storage*, Storage*, float*, float*, const Storage*,             \
+                                             const Storage*, const Storage*, const Storage*, size_t, size_t, \
+                                             Stream*);                                                       \
+    template void layernorm_backward(Storage*, float*, float*, const Storage*, const Storage*, const float*, \
+                                     const float*, const Storage*, size_t, size_t, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE

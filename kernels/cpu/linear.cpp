@@ -114,8 +114,13 @@ void logits_forward(float* logits, const Storage* x, const Storage* weight, size
         stream);
 }
 
-template void linear_forward(float*, float*, const float*, const float*, const float*, size_t, size_t, size_t,
-                             Stream*);
-template void linear_backward(float*, float*, float*, const float*, const float*, const float*, const float*,
-                              size_t, size_t, size_t, Stream*);
-template void logits_forward(float*, const float*, const float*, size_t, size_t, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                                 \
+    template void linear_forward(Storage*, Storage*, const Storage*, const Storage*, const Storage*, size_t, \
+                                 size_t, size_t, Stream*);                                                   \
+    template void linear_backward(Storage*, float*, float*, const Storage*, const Storage*, const Storage*,  \
+                                  const Storage*, size_t, size_t, size_t, Stream*);                          \
+    template void logits_forward(float*, const Storage*, const Storage*, size_t, size_t, size_t, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE
