@@ -115,6 +115,7 @@ struct Buffer {
         memcpy(bytes.data() + guard, contents.data(), size * sizeof(Element));
         memory = static_cast<char*>(device_malloc(bytes.size(), stream));
         copy_to_device(memory, bytes.data(), bytes.size(), stream);
+        stream_synchronize(stream);  // the copy writes the guards too
         close_guards();
     }
     ~Buffer() {
@@ -130,6 +131,7 @@ struct Buffer {
 
     std::vector<Element> read() const {
         std::vector<char> bytes(total_bytes()), untouched(guard);
+        stream_synchronize(stream);  // queued ops meet closed guards
         open_guards();
         copy_to_host(bytes.data(), memory, bytes.size(), stream);
         close_guards();
@@ -184,7 +186,8 @@ inline void expect_same_bits(const Outputs& actual, const Outputs& expected, con
     }
 }
 
-// Runs the op twice on one thread, then on two and three: the bits may not change.
+// Runs the op twice on one thread, then on two and three: the bits may not change. The CUDA simulator runs
+// the blocks and threads of each launch in an order of its own, so there these are four orders.
 inline Outputs run_op(const std::function<Outputs(Stream*)>& op) {
     const StreamPointer one = open_stream(1), two = open_stream(2), three = open_stream(3);
     const Outputs outputs = op(one.get());

@@ -133,8 +133,8 @@ TEST(Device, MemoryIsAlignedCopiedAndZeroed) {
 TEST(Device, StreamKnowsItsThreads) {
     for (const int threads : {1, 2, 3}) {
         const StreamPointer stream = open_stream(threads);
-        EXPECT_EQ(device_threads(stream.get()), threads);
-        EXPECT_FALSE(device_name(stream.get()).empty());
+        const bool is_cpu = device_name(stream.get()).starts_with("CPU");
+        EXPECT_EQ(device_threads(stream.get()), is_cpu ? threads : 1);
         stream_synchronize(stream.get());
     }
     EXPECT_GE(device_threads(open_stream(0).get()), 1);
