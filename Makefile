@@ -54,7 +54,8 @@ ifeq ($(BACKEND),sim)
     instrument := $(sanitizers) --param asan-instrumentation-with-call-threshold=0
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
-    TESTS += test_cudasim test_cublaslt
+    simulator_tests := test_cudasim test_cublaslt
+    TESTS += $(simulator_tests)
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 
@@ -88,6 +89,10 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS)
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
 	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 $(BUILD)/test_program: | $(BUILD)/train_gpt  # which it runs
+# The simulator stands alone: its tests link no op.
+$(simulator_tests:%=$(BUILD)/%): $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o \
+        $(patsubst %.cpp,$(BUILD)/%.o,$(wildcard dev/cudasim/*.cpp)) $(BUILD)/kernels/error.o
+	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 
 # OpenBLAS is a yardstick in the benchmarks only; its OpenMP build, by rpath, shares our threads.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-openmp))

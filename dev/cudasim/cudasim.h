@@ -11,10 +11,13 @@
 // under gdb the program stops on the faulty line of the kernel.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <source_location>
+#include <string>
 #include <vector>
 
 struct uint3 {
@@ -90,6 +93,35 @@ void cp_async_wait(unsigned groups_that_may_be_pending);
 // to the host or a collective.
 void enqueue(CUstream_st* stream, const char* name, bool lands_late, std::function<void()> work);
 
+// What several streams do together, as a collective of NCCL: `act` runs once, as late as can be, when each
+// part has been queued and is at the head of its stream. Parts come from different host threads; who waits
+// for one that does not come within the timeout gets a fault that names it.
+struct Operation;
+struct Meeting {
+    const char* name;
+    std::function<void()> act;
+    struct Part {
+        std::string who;  // for reports: "rank 3"
+        CUstream_st* stream = nullptr;
+        std::shared_ptr<Operation> operation = nullptr;  // null until it is queued
+    };
+    std::vector<Part> parts;
+    std::atomic<bool> took_place = false;
+    bool abandoned = false;  // somebody has left: it never takes place
+};
+
+// A part in a meeting, by its place in Meeting::parts.
+struct Attendance {
+    std::shared_ptr<Meeting> meeting;
+    size_t part;
+};
+
+// Queues one operation that takes part in all of these, in whichever order they come about.
+void enqueue_meetings(CUstream_st* stream, const char* name, const std::vector<Attendance>& attendances);
+
+// Gives up a part that was queued: its operation ends without it.
+void leave(const Attendance& attendance);
+
 // What work does to device memory: faults if the range is not all of one allocation, or is read before it
 // was written. Call both before touching the memory.
 void will_read(const void* device, size_t bytes, const char* name);
@@ -99,13 +131,17 @@ bool is_device_memory(const void* address);
 
 // ---------------------------------------------------------------------------------------------------
 // Settings, before the first CUDA call. From the environment: CUDASIM_SEED (0), CUDASIM_ARCH (90),
-// CUDASIM_DEVICES (1), CUDASIM_MEMORY in MiB (8192), OMP_NUM_THREADS for blocks at a time.
+// CUDASIM_DEVICES (1), CUDASIM_MEMORY in MiB (8192), CUDASIM_TIMEOUT in seconds (60), OMP_NUM_THREADS for
+// blocks at a time.
 
 // Order of blocks, threads and streams from here on.
 void set_seed(uint64_t seed);
 
 // 80, 86, 89, 90, 100 or 120: shared memory, multiprocessors and other limits.
 void set_arch(int compute_capability);
+
+// How long a wait for other host threads may last in which nothing happens.
+void set_timeout(double seconds);
 
 // Runs `f` under the seeds 0..seeds-1, each time from an idle device; true if the bytes that it returns are
 // always the same. Restores the seed.

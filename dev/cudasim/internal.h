@@ -45,7 +45,9 @@ struct Arch {
 const Arch& arch();
 uint64_t seed();
 int device_count();
-size_t memory_limit();  // bytes of device memory
+int current_device();   // of this host thread
+size_t memory_limit();  // bytes of device memory, each device's
+double timeout();       // seconds
 
 // ---------------------------------------------------------------------------------------------------
 // scheduler.cpp
@@ -136,10 +138,10 @@ void note_hidden_stores();
 // ---------------------------------------------------------------------------------------------------
 // streams.cpp
 
-// Waits for everything that is queued.
+// Waits for everything that is queued on the current device.
 void run_everything();
 
-// True while an operation of a stream runs: otherwise nothing may touch device memory.
+// True while this host thread runs an operation of a stream: otherwise it may not touch device memory.
 bool operation_running();
 
 // ---------------------------------------------------------------------------------------------------

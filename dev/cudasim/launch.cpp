@@ -15,18 +15,19 @@ struct Kernels {
     std::mutex mutex;
     std::map<const void*, size_t> shared_limits;  // where set_attribute has changed them
     uint64_t launches = 0;
-    cudaError_t last_error = cudaSuccess;
 };
 Kernels& kernels() {
     static Kernels instance;
     return instance;
 }
 
+thread_local cudaError_t last_error = cudaSuccess;  // each host thread has its own
+
 // CUDA says only "invalid configuration argument"; here a line says which.
 cudaError_t refuse(cudaError_t error, const void* kernel, const char* what, size_t value, size_t limit) {
     fprintf(stderr, "cudasim: launch of kernel %s: %zu %s; sm_%d allows %zu\n", kernel_name(kernel).c_str(),
             value, what, arch().capability, limit);
-    kernels().last_error = error;
+    last_error = error;
     return error;
 }
 
@@ -103,10 +104,8 @@ cudaError_t occupancy(int* blocks, const void*, int block_threads, size_t shared
 
 }  // namespace cudasim
 
-using cudasim::kernels;
-
-cudaError_t cudaPeekAtLastError() { return kernels().last_error; }
-cudaError_t cudaGetLastError() { return std::exchange(kernels().last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return cudasim::last_error; }
+cudaError_t cudaGetLastError() { return std::exchange(cudasim::last_error, cudaSuccess); }
 
 namespace {
 

@@ -29,6 +29,7 @@ constexpr size_t page = 4096, guard = 256, alignment = 256;
 
 struct Allocation {
     size_t bytes;
+    int device;
     bool live;
 };
 
@@ -37,7 +38,7 @@ struct Heap {
     std::map<uintptr_t, Allocation> allocations;             // device memory, by its start; freed ones too
     std::map<uintptr_t, size_t> pinned;                      // live pinned host memory
     size_t end = shared_span + guard, usable = shared_span;  // offsets: next free byte, end of usable pages
-    size_t in_use = 0;
+    std::map<int, size_t> in_use;                            // bytes, of each device
 };
 Heap& heap() {
     static Heap instance;
@@ -267,7 +268,8 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (bytes == 0) return cudaSuccess;
     Heap& h = heap();
     const std::lock_guard lock(h.mutex);
-    if (bytes > memory_limit() - std::min(memory_limit(), h.in_use)) return cudaErrorMemoryAllocation;
+    size_t& in_use = h.in_use[current_device()];
+    if (bytes > memory_limit() - in_use) return cudaErrorMemoryAllocation;
     const size_t start = h.end, end = round_up(start + bytes + guard, alignment);
     if (end > region_bytes) fault("cudaMalloc: the simulator has used up its addresses");
     if (end > h.usable) {
@@ -278,8 +280,8 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     }
     *memory = region.base + start;
     make_fresh(*memory, bytes);
-    h.allocations[reinterpret_cast<uintptr_t>(*memory)] = {bytes, true};
-    h.in_use += bytes;
+    h.allocations[reinterpret_cast<uintptr_t>(*memory)] = {bytes, current_device(), true};
+    in_use += bytes;
     h.end = end;
     return cudaSuccess;
 }
@@ -295,7 +297,7 @@ cudaError_t cudaFree(void* memory) {
     if (!found->second.live) fault("cudaFree: %p was freed before", memory);
     found->second.live = false;
     const size_t bytes = found->second.bytes, offset = region_offset(memory);
-    h.in_use -= bytes;
+    h.in_use[found->second.device] -= bytes;
     make_unreachable(memory, round_up(bytes, 8));
     drop_pages(memory, bytes);
     drop_pages(region.state + offset, bytes);
@@ -333,6 +335,6 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     if (cudasim::device_count() == 0) return cudaErrorNoDevice;
     const std::lock_guard lock(heap().mutex);
     *total_bytes = cudasim::memory_limit();
-    *free_bytes = *total_bytes - heap().in_use;
+    *free_bytes = *total_bytes - heap().in_use[cudasim::current_device()];
     return cudaSuccess;
 }

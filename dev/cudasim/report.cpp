@@ -95,7 +95,7 @@ void __asan_on_error() {
     fprintf(stderr, "cudasim: %s: AddressSanitizer found an error:\n", cudasim::describe_running().c_str());
 }
 void __ubsan_on_report() {
-    fprintf(stderr, "cudasim: %s: UndefinedBehaviorSanitizer found the error above\n",
+    fprintf(stderr, "cudasim: %s: UndefinedBehaviorSanitizer found an error:\n",
             cudasim::describe_running().c_str());
 }
 }

@@ -42,6 +42,7 @@ struct Settings {
     uint64_t seed = from_environment("CUDASIM_SEED", 0);
     int devices = static_cast<int>(from_environment("CUDASIM_DEVICES", 1));
     size_t memory = from_environment("CUDASIM_MEMORY", 8192) * KiB * KiB;
+    double timeout = static_cast<double>(from_environment("CUDASIM_TIMEOUT", 60));
 };
 
 Settings& settings() {
@@ -55,6 +56,8 @@ const Arch& arch() { return *settings().arch; }
 uint64_t seed() { return settings().seed; }
 int device_count() { return settings().devices; }
 size_t memory_limit() { return settings().memory; }
+double timeout() { return settings().timeout; }
+void set_timeout(double seconds) { settings().timeout = seconds; }
 void set_seed(uint64_t value) { settings().seed = value; }
 void set_arch(int capability) { settings().arch = &find_arch(static_cast<uint64_t>(capability)); }
 
@@ -67,18 +70,21 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return *count == 0 ? cudaErrorNoDevice : cudaSuccess;
 }
 
-// All devices share one memory: what differs between them is not simulated.
-static thread_local int current_device = 0;
+// Devices have streams of their own, and each its share of memory; that one cannot reach into another's is
+// not simulated.
+static thread_local int chosen_device = 0;
+
+int cudasim::current_device() { return chosen_device; }
 
 cudaError_t cudaSetDevice(int device) {
     if (cudasim::device_count() == 0) return cudaErrorNoDevice;
     if (device < 0 || device >= cudasim::device_count()) return cudaErrorInvalidDevice;
-    current_device = device;
+    chosen_device = device;
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
-    *device = current_device;
+    *device = chosen_device;
     return cudasim::device_count() == 0 ? cudaErrorNoDevice : cudaSuccess;
 }
 

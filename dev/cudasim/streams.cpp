@@ -10,32 +10,38 @@
 // late as can be. While a copy to pinned memory is on its way, its target is poisoned: reading it is a fault.
 #include <sanitizer/asan_interface.h>
 
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 
 #include "memory.h"
 
-namespace {
+namespace cudasim {
 
 struct Operation {
     const char* name;
     std::function<void()> work;
     bool lands_late;
+    std::vector<Attendance> meetings;               // those that have yet to take place
     std::vector<std::shared_ptr<Operation>> after;  // empty once it has run
     bool done = false;
-    bool needed = false;  // by what the host waits for
+    bool needed = false;  // by what a host thread waits for
     std::chrono::steady_clock::time_point time;
 };
 using OperationRef = std::shared_ptr<Operation>;
 
-}  // namespace
+}  // namespace cudasim
+
+using cudasim::OperationRef;
 
 struct CUstream_st {
+    int device;
     bool blocking;  // ordered with the legacy default stream
-    std::deque<OperationRef> queue;
-    OperationRef last;
+    std::deque<OperationRef> queue = {};
+    OperationRef last = nullptr;
 };
 
 struct CUevent_st {
@@ -47,25 +53,43 @@ namespace cudasim {
 namespace {
 
 struct Queues {
-    std::recursive_mutex mutex;
-    CUstream_st legacy{true, {}, nullptr};  // cudaStream_t 0
-    std::vector<CUstream_st*> streams{&legacy};
+    std::mutex mutex;                 // held while an operation runs, too
+    std::condition_variable changed;  // something was queued, or has run
+    uint64_t changes = 0;
+    std::vector<CUstream_st*> legacy;  // cudaStream_t 0 of each device
+    std::vector<CUstream_st*> streams;
     Random random{0};
     uint64_t random_seed = ~uint64_t{0};
-    bool operation_running = false;
 };
 Queues& queues() {
     static Queues& instance = *new Queues;  // never destroyed: other threads may still hold streams at exit
     return instance;
 }
 
-CUstream_st& stream_of(cudaStream_t stream) {
+using Lock = std::unique_lock<std::mutex>;
+Lock lock() { return Lock(queues().mutex); }
+
+thread_local bool runs_operation = false;
+
+CUstream_st& legacy_stream(int device) {
     Queues& q = queues();
-    if (stream == nullptr) return q.legacy;
-    for (CUstream_st* known : q.streams) {
+    while (q.legacy.size() <= static_cast<size_t>(device)) {
+        q.legacy.push_back(q.streams.emplace_back(new CUstream_st{static_cast<int>(q.legacy.size()), true}));
+    }
+    return *q.legacy[static_cast<size_t>(device)];
+}
+
+CUstream_st& stream_of(cudaStream_t stream) {
+    if (stream == nullptr) return legacy_stream(current_device());
+    for (CUstream_st* known : queues().streams) {
         if (known == stream) return *stream;
     }
     fault("not a stream, or destroyed: %p", static_cast<void*>(stream));
+}
+
+void note_change() {
+    ++queues().changes;
+    queues().changed.notify_all();
 }
 
 bool runnable(const Operation& operation) {
@@ -75,28 +99,63 @@ bool runnable(const Operation& operation) {
     return true;
 }
 
-// Runs the first operation of the stream.
-void run_first(CUstream_st& stream) {
-    Queues& q = queues();
-    const OperationRef operation = stream.queue.front();
-    stream.queue.pop_front();
-    q.operation_running = true;
-    if (operation->work) operation->work();
-    q.operation_running = false;
-    operation->time = std::chrono::steady_clock::now();
-    operation->done = true;
-    operation->work = nullptr;
-    operation->after.clear();
+// All are there.
+bool complete(const Meeting& meeting) {
+    if (meeting.abandoned) return false;
+    for (const Meeting::Part& part : meeting.parts) {
+        if (part.operation == nullptr || part.stream->queue.front() != part.operation) return false;
+        if (!runnable(*part.operation)) return false;
+    }
+    return true;
 }
 
-void mark_needed(const OperationRef& target, bool needed) {
+bool can_proceed(const Operation& operation) {
+    if (!runnable(operation)) return false;
+    return operation.meetings.empty() ||
+           std::ranges::any_of(operation.meetings, [](const Attendance& a) { return complete(*a.meeting); });
+}
+
+void take_place(Meeting& meeting) {
+    meeting.act();
+    meeting.took_place = true;
+    for (Meeting::Part& part : meeting.parts) {
+        std::erase_if(part.operation->meetings,
+                      [&](const Attendance& a) { return a.meeting.get() == &meeting; });
+    }
+}
+
+// Goes on with the first operation of the stream, which can: to its end, unless meetings are left.
+void run_first(CUstream_st& stream) {
+    const OperationRef operation = stream.queue.front();
+    runs_operation = true;
+    for (const Attendance& a : std::vector<Attendance>(operation->meetings)) {
+        if (complete(*a.meeting)) take_place(*a.meeting);
+    }
+    if (operation->meetings.empty()) {
+        stream.queue.pop_front();
+        if (operation->work) operation->work();
+        operation->time = std::chrono::steady_clock::now();
+        operation->done = true;
+        operation->work = nullptr;
+        operation->after.clear();
+    }
+    runs_operation = false;
+    note_change();
+}
+
+void mark_needed(const OperationRef& target) {
     std::vector<Operation*> todo{target.get()};
     while (!todo.empty()) {
         Operation& operation = *todo.back();
         todo.pop_back();
-        if (operation.needed == needed || operation.done) continue;
-        operation.needed = needed;
+        if (operation.needed || operation.done) continue;
+        operation.needed = true;
         for (const OperationRef& before : operation.after) todo.push_back(before.get());
+        for (const Attendance& a : operation.meetings) {
+            for (const Meeting::Part& other : a.meeting->parts) {
+                if (other.operation != nullptr) todo.push_back(other.operation.get());
+            }
+        }
     }
 }
 
@@ -111,8 +170,8 @@ bool run_one(bool only_needed) {
     for (CUstream_st* stream : q.streams) {
         if (stream->queue.empty()) continue;
         const Operation& first = *stream->queue.front();
-        if (first.needed || (!only_needed && !first.lands_late)) {
-            if (runnable(first)) candidates.push_back(stream);
+        if ((first.needed || (!only_needed && !first.lands_late)) && can_proceed(first)) {
+            candidates.push_back(stream);
         }
     }
     if (candidates.empty()) return false;
@@ -120,18 +179,46 @@ bool run_one(bool only_needed) {
     return true;
 }
 
-void run_until(const OperationRef& target) {
+[[noreturn]] void report_missing(const Meeting& meeting) {
+    for (const Meeting::Part& part : meeting.parts) {
+        const char* what = meeting.abandoned           ? "somebody has left it"
+                           : part.operation == nullptr ? "has not called it"
+                                                       : "has called it, but its stream does not come to it";
+        if (part.operation == nullptr || part.stream->queue.front() != part.operation) {
+            fault("%s waits for ever: %s %s", meeting.name, part.who.c_str(), what);
+        }
+    }
+    fault("%s waits for ever", meeting.name);
+}
+
+// Nothing can run, unless other host threads bring what is missing.
+void wait_for_host_threads(Lock& lock) {
+    Queues& q = queues();
+    const Meeting* missed = nullptr;
+    for (const CUstream_st* stream : q.streams) {
+        if (stream->queue.empty()) continue;
+        const Operation& first = *stream->queue.front();
+        if (first.needed && !first.meetings.empty() && runnable(first))
+            missed = first.meetings[0].meeting.get();
+    }
+    if (missed == nullptr) fault("a stream waits for itself");
+    const uint64_t before = q.changes;
+    const bool changed = q.changed.wait_for(lock, std::chrono::duration<double>(timeout()),
+                                            [&] { return q.changes != before; });
+    if (!changed) report_missing(*missed);
+}
+
+void run_until(Lock& lock, const OperationRef& target) {
     if (target == nullptr || target->done) return;
     if (running() != nullptr) fault("a CUDA call that waits, inside of a kernel");
-    mark_needed(target, true);
+    mark_needed(target);
     while (!target->done) {
-        if (!run_one(mode() == Mode::late)) fault("a stream waits for itself");
+        if (!run_one(mode() == Mode::late)) wait_for_host_threads(lock);
     }
 }
 
 OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::function<void()> work,
                   const OperationRef& also_after = nullptr) {
-    Queues& q = queues();
     CUstream_st& stream = stream_of(handle);
     auto operation = std::make_shared<Operation>();
     operation->name = name;
@@ -142,12 +229,13 @@ OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::f
     };
     comes_after(stream.last);
     comes_after(also_after);
-    if (&stream == &q.legacy) {
-        for (const CUstream_st* other : q.streams) {
-            if (other->blocking && other != &stream) comes_after(other->last);
+    const CUstream_st& legacy = legacy_stream(stream.device);
+    if (&stream == &legacy) {
+        for (const CUstream_st* other : queues().streams) {
+            if (other->blocking && other->device == stream.device) comes_after(other->last);
         }
     } else if (stream.blocking) {
-        comes_after(q.legacy.last);
+        comes_after(legacy.last);
     }
     stream.queue.push_back(operation);
     stream.last = operation;
@@ -157,10 +245,9 @@ OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::f
             run_first(stream);
         }
     }
+    note_change();
     return operation;
 }
-
-std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(queues().mutex); }
 
 // The whole 8-byte granules of a range: what can be poisoned.
 template <typename Act>
@@ -172,16 +259,52 @@ void whole_granules(void* memory, size_t bytes, Act act) {
 
 }  // namespace
 
-bool operation_running() { return queues().operation_running; }
+bool operation_running() { return runs_operation; }
+
+// CUDA refuses, with cudaErrorInvalidResourceHandle: a thread has not called cudaSetDevice.
+static void demand_current_device(CUstream_st* stream, const char* name) {
+    const int device = stream_of(stream).device;
+    if (device == current_device()) return;
+    fault("%s on a stream of device %d while device %d is current", name, device, current_device());
+}
 
 void enqueue(CUstream_st* stream, const char* name, bool lands_late, std::function<void()> work) {
-    const auto guard = lock();
+    const Lock guard = lock();
+    demand_current_device(stream, name);
     push(stream, name, lands_late, std::move(work));
 }
 
+void enqueue_meetings(CUstream_st* stream, const char* name, const std::vector<Attendance>& attendances) {
+    const Lock guard = lock();
+    demand_current_device(stream, name);
+    const OperationRef operation = push(stream, name, true, nullptr);
+    operation->meetings = attendances;
+    bool awaited = false;
+    for (const auto& [meeting, part] : attendances) {
+        meeting->parts[part].stream = &stream_of(stream);
+        meeting->parts[part].operation = operation;
+        for (const Meeting::Part& other : meeting->parts) {
+            awaited = awaited || (other.operation != nullptr && other.operation->needed);
+        }
+    }
+    if (awaited) mark_needed(operation);
+}
+
+void leave(const Attendance& attendance) {
+    const Lock guard = lock();
+    attendance.meeting->abandoned = true;
+    std::erase_if(attendance.meeting->parts[attendance.part].operation->meetings,
+                  [&](const Attendance& a) { return a.meeting == attendance.meeting; });
+    note_change();
+}
+
 void run_everything() {
-    const auto guard = lock();
-    for (const CUstream_st* stream : std::vector<CUstream_st*>(queues().streams)) run_until(stream->last);
+    Lock guard = lock();
+    std::vector<OperationRef> last;
+    for (const CUstream_st* stream : queues().streams) {
+        if (stream->device == current_device()) last.push_back(stream->last);
+    }
+    for (const OperationRef& operation : last) run_until(guard, operation);
 }
 
 bool same_over_seeds(int seeds, const std::function<std::vector<char>()>& f) {
@@ -219,9 +342,8 @@ using namespace cudasim;
 
 // "cudaMemcpyAsync API synchronization behavior" of the Runtime API: pageable host memory is read before the
 // call returns, and written before it returns; pinned memory is read and written when the copy runs.
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t stream) {
-    const auto guard = lock();
+static cudaError_t copy(Lock& lock, void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                        cudaStream_t stream) {
     if (device_count() == 0) return cudaErrorNoDevice;
     if (bytes == 0) return cudaSuccess;
     const bool to_device = is_device_memory(to), from_device = is_device_memory(from);
@@ -254,24 +376,43 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     } else {
         const bool pinned = is_pinned_memory(to);
         if (pinned) whole_granules(to, bytes, __asan_poison_memory_region);
-        const OperationRef copy = push(stream, name, true, [=] {
+        const OperationRef arrival = push(stream, name, true, [=] {
             if (pinned) whole_granules(to, bytes, __asan_unpoison_memory_region);
             if (from_device) will_read(from, bytes, name);
             memcpy(to, from, bytes);
         });
-        if (!pinned) run_until(copy);
+        if (!pinned) run_until(lock, arrival);
     }
     return cudaSuccess;
 }
 
+// Waits for one stream.
+static void synchronize(Lock& lock, cudaStream_t stream) {
+    const CUstream_st& waited = stream_of(stream);
+    std::vector<OperationRef> last{waited.last};
+    // The legacy stream's last operation may be older than work of the streams that it is ordered with.
+    for (const CUstream_st* other : queues().streams) {
+        if (stream == nullptr && other->blocking && other->device == waited.device)
+            last.push_back(other->last);
+    }
+    for (const OperationRef& operation : last) run_until(lock, operation);
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+    Lock guard = lock();
+    return copy(guard, to, from, bytes, kind, stream);
+}
+
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-    const auto guard = lock();
-    const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-    return error != cudaSuccess ? error : cudaStreamSynchronize(nullptr);
+    Lock guard = lock();
+    const cudaError_t error = copy(guard, to, from, bytes, kind, nullptr);
+    if (error == cudaSuccess) synchronize(guard, nullptr);
+    return error;
 }
 
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
-    const auto guard = lock();
+    const Lock guard = lock();
     if (device_count() == 0) return cudaErrorNoDevice;
     if (bytes == 0) return cudaSuccess;
     check_range(memory, bytes, "cudaMemset");
@@ -290,10 +431,11 @@ cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
 // Streams
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-    const auto guard = lock();
+    const Lock guard = lock();
     *stream = nullptr;
     if (device_count() == 0) return cudaErrorNoDevice;
-    *stream = queues().streams.emplace_back(new CUstream_st{flags != cudaStreamNonBlocking, {}, nullptr});
+    *stream =
+        queues().streams.emplace_back(new CUstream_st{current_device(), flags != cudaStreamNonBlocking});
     return cudaSuccess;
 }
 
@@ -302,47 +444,40 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    const auto guard = lock();
-    run_until(stream_of(stream).last);
+    Lock guard = lock();
+    run_until(guard, stream_of(stream).last);
     std::erase(queues().streams, stream);
     delete stream;
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    const auto guard = lock();
-    CUstream_st& waited = stream_of(stream);
-    run_until(waited.last);
-    // The legacy stream's last operation may be older than work of the streams that it is ordered with.
-    if (stream == nullptr) {
-        for (const CUstream_st* other : std::vector<CUstream_st*>(queues().streams)) {
-            if (other->blocking) run_until(other->last);
-        }
-    }
+    Lock guard = lock();
+    synchronize(guard, stream);
     return cudaSuccess;
 }
 
 // A program that polls must see its work done some day: each question runs an operation.
 static cudaError_t query(const OperationRef& operation) {
     if (operation == nullptr || operation->done) return cudaSuccess;
-    mark_needed(operation, true);
+    mark_needed(operation);
     run_one(mode() == Mode::late);
     return operation->done ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    const auto guard = lock();
+    const Lock guard = lock();
     return query(stream_of(stream).last);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-    const auto guard = lock();
+    const Lock guard = lock();
     push(stream, "cudaStreamWaitEvent", false, nullptr, event->recorded);
     return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-    const auto guard = lock();
+    const Lock guard = lock();
     push(stream, "cudaLaunchHostFunc", true, [=] { function(data); });
     return cudaSuccess;
 }
@@ -366,30 +501,30 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    const auto guard = lock();
+    const Lock guard = lock();
     delete event;
     return cudaSuccess;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    const auto guard = lock();
+    const Lock guard = lock();
     event->recorded = push(stream, "cudaEventRecord", false, nullptr);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    const auto guard = lock();
-    run_until(event->recorded);
+    Lock guard = lock();
+    run_until(guard, event->recorded);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    const auto guard = lock();
+    const Lock guard = lock();
     return query(event->recorded);
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    const auto guard = lock();
+    const Lock guard = lock();
     if (!start->timing || !end->timing || !start->recorded || !end->recorded)
         return cudaErrorInvalidResourceHandle;
     if (!start->recorded->done || !end->recorded->done) return cudaErrorNotReady;

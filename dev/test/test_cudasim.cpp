@@ -361,7 +361,7 @@ TEST_F(CudaSimDeathTest, MisalignedVectors) {
             reinterpret_cast<const float4*>(x + shift), size_t{8});
     };
     copy(4);
-    EXPECT_DEATH(copy(1), "copy_kernel.*misaligned: reads 16 bytes at byte [0-9]+ of a device allocation");
+    EXPECT_DEATH(copy(1), "copy_kernel.*UndefinedBehaviorSanitizer found an error(.|\n)*misaligned address");
 }
 
 __global__ void local_overrun_kernel(int* out, int index) {
