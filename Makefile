@@ -54,7 +54,7 @@ ifeq ($(BACKEND),sim)
     instrument := $(sanitizers) --param asan-instrumentation-with-call-threshold=0
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
-    simulator_tests := test_cudasim test_cublaslt
+    simulator_tests := test_cudasim test_cublaslt test_nccl
     TESTS += $(simulator_tests)
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
