@@ -1,6 +1,7 @@
 // The whole program tested from outside.
 //
 //   Golden      logits, loss, gradients and ten steps of both optimizers against PyTorch (dev/reference)
+//   SixteenBit  logits, loss and gradients with bf16 and fp16 storage; master copies; overfitting
 //   WholeModel  finite differences, the same bits on any number of threads, micro-batches, padding,
 //   evaluation
 //               between steps, overfitting
@@ -14,6 +15,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -71,34 +73,37 @@ struct Golden {
 
 // A model with its optimizer and everything that a training step needs. Models this small gain nothing from a
 // second thread, so tests take one unless threads are what they are about.
-struct Trainer {
-    Trainer(const GptConfig& config, size_t B, size_t T, const OptimizerConfig& settings = {},
-            int threads = 1)
+template <typename Storage>
+struct TrainerOf {
+    TrainerOf(const GptConfig& config, size_t B, size_t T, const OptimizerConfig& settings = {},
+              int threads = 1)
         : stream(stream_create({.index = 0, .threads = threads})),
           table(gpt_parameter_table(config)),
           optimizer(optimizer_create(settings, table, stream)),
-          model(gpt_create<float>(config, B, T, true, optimizer_minimum_workspace(optimizer) * sizeof(float),
-                                  stream)),
+          model(gpt_create<Storage>(config, B, T, true,
+                                    optimizer_minimum_workspace(optimizer) * sizeof(float), stream)),
           sums(static_cast<double*>(device_malloc(table_blocks(table) * sizeof(double), stream))) {}
-    ~Trainer() {
+    ~TrainerOf() {
         device_free(sums, stream);
         gpt_destroy(model, stream);
         optimizer_destroy(optimizer, stream);
         stream_destroy(stream);
     }
-    Trainer(const Trainer&) = delete;
-    Trainer& operator=(const Trainer&) = delete;
+    TrainerOf(const TrainerOf&) = delete;
+    TrainerOf& operator=(const TrainerOf&) = delete;
 
     Stream* stream;
     ParameterTable table;
     Optimizer optimizer;
-    Gpt<float> model;
+    Gpt<Storage> model;
     double* sums;
 };
+using Trainer = TrainerOf<float>;
 
-std::vector<float> to_host(const float* device, size_t n, Stream* stream) {
-    std::vector<float> host(n);
-    copy_to_host(host.data(), device, n * sizeof(float), stream);
+template <typename Element>
+std::vector<Element> to_host(const Element* device, size_t n, Stream* stream) {
+    std::vector<Element> host(n);
+    copy_to_host(host.data(), device, n * sizeof(Element), stream);
     return host;
 }
 
@@ -106,7 +111,8 @@ std::vector<float> all_params(const Trainer& trainer) {
     return to_host(trainer.model.params, table_elements(trainer.table), trainer.stream);
 }
 
-std::vector<float> all_grads(const Trainer& trainer) {
+template <typename Storage>
+std::vector<float> all_grads(const TrainerOf<Storage>& trainer) {
     return to_host(trainer.model.grads, table_elements(trainer.table), trainer.stream);
 }
 
@@ -153,21 +159,24 @@ std::pair<std::vector<int>, std::vector<int>> random_batch(size_t n, size_t V, u
     return {tokens, targets};
 }
 
-// Gradients of the mean loss over `micro_batches` micro-batches of (B,T); returns that loss.
-double accumulate_gradients(Trainer& trainer, const int* tokens, const int* targets, size_t micro_batches,
-                            size_t B, size_t T) {
+// Gradients of the mean loss over `micro_batches` micro-batches of (B,T), times loss_scale; returns that
+// loss.
+template <typename Storage>
+double accumulate_gradients(TrainerOf<Storage>& trainer, const int* tokens, const int* targets,
+                            size_t micro_batches, size_t B, size_t T, double loss_scale = 1.0) {
     const size_t rows = B * T;
     const double count = static_cast<double>(micro_batches * rows);
     device_memset_zero(trainer.model.grads, trainer.model.grads_bytes, trainer.stream);
     double loss = 0.0;
     for (size_t i = 0; i < micro_batches; i++) {
         loss += gpt_forward_backward(trainer.model, tokens + i * rows, targets + i * rows, B, T,
-                                     static_cast<float>(1.0 / count), trainer.stream);
+                                     static_cast<float>(loss_scale / count), trainer.stream);
     }
     return loss / count;
 }
 
-double grad_norm(Trainer& trainer) {
+template <typename Storage>
+double grad_norm(TrainerOf<Storage>& trainer) {
     return global_grad_norm(trainer.model.grads, trainer.table, trainer.sums, trainer.stream);
 }
 
@@ -176,20 +185,24 @@ struct StepResult {
     bool operator==(const StepResult&) const = default;
 };
 
-// One optimizer step as train_gpt takes it: accumulate, clip, update.
-StepResult train_step(Trainer& trainer, const int* tokens, const int* targets, size_t micro_batches, size_t B,
-                      size_t T, double lr, double grad_clip) {
-    const double loss = accumulate_gradients(trainer, tokens, targets, micro_batches, B, T);
-    const double norm = grad_norm(trainer);
-    optimizer_step<float>(trainer.optimizer, trainer.model.params, nullptr, trainer.model.grads,
-                          static_cast<float>(lr), clip_factor(norm, grad_clip),
-                          reinterpret_cast<float*>(trainer.model.activations),
-                          trainer.model.activations_bytes / sizeof(float), trainer.stream);
+// One optimizer step as train_gpt takes it: accumulate, clip, update. loss_scale is a power of two.
+template <typename Storage>
+StepResult train_step(TrainerOf<Storage>& trainer, const int* tokens, const int* targets,
+                      size_t micro_batches, size_t B, size_t T, double lr, double grad_clip,
+                      double loss_scale = 1.0) {
+    Gpt<Storage>& model = trainer.model;
+    const double loss = accumulate_gradients(trainer, tokens, targets, micro_batches, B, T, loss_scale);
+    const double norm = grad_norm(trainer) / loss_scale;
+    optimizer_step<Storage>(
+        trainer.optimizer, model.params, model.master, model.grads, static_cast<float>(lr),
+        clip_factor(norm, grad_clip) / static_cast<float>(loss_scale),
+        reinterpret_cast<float*>(model.activations), model.activations_bytes / sizeof(float), trainer.stream);
     return {loss, norm};
 }
 
-double mean_loss(Trainer& trainer, const std::vector<int>& tokens, const std::vector<int>& targets, size_t B,
-                 size_t T) {
+template <typename Storage>
+double mean_loss(TrainerOf<Storage>& trainer, const std::vector<int>& tokens, const std::vector<int>& targets,
+                 size_t B, size_t T) {
     const double sum = gpt_loss(trainer.model, tokens.data(), targets.data(), B, T, trainer.stream);
     return sum / static_cast<double>(B * T);
 }
@@ -221,6 +234,40 @@ void expect_close(const std::vector<float>& actual, const std::vector<float>& ex
     EXPECT_LE(largest(error), tolerance * largest(expected)) << what;
 }
 
+// Sizes that split unevenly over threads and tiles.
+GptConfig odd_config(bool tied_head = true) {
+    return {
+        .layers = 2, .heads = 3, .channels = 36, .seq_len = 24, .vocab_size = 131, .tied_head = tied_head};
+}
+
+OptimizerConfig muon_config() {
+    OptimizerConfig config;
+    config.kind = OptimizerKind::muon;
+    return config;
+}
+
+// A few hundred random targets can only be learnt by heart. The rows start with tokens of their own, so that
+// every position has a history that no other has.
+template <typename Storage>
+void expect_overfits(const OptimizerConfig& config, double loss_scale = 1.0) {
+    const GptConfig size{
+        .layers = 2, .heads = 4, .channels = 48, .seq_len = 24, .vocab_size = 67, .tied_head = true};
+    const size_t B = 4, T = 24;
+    auto [tokens, targets] = random_batch(B * T, size.vocab_size, 31);
+    for (size_t b = 0; b < B; b++) {
+        tokens[b * T] = static_cast<int>(b);
+        for (size_t t = 1; t < T; t++) tokens[b * T + t] = targets[b * T + t - 1];
+    }
+    TrainerOf<Storage> trainer(size, B, T, config);
+    gpt_initialize(trainer.model, 32, trainer.stream);
+    EXPECT_NEAR(mean_loss(trainer, tokens, targets, B, T), std::log(67.0), 0.1);  // knows nothing yet
+    for (int step = 0; step < 200; step++) {
+        train_step(trainer, tokens.data(), targets.data(), 1, B, T, 3e-3, 1.0, loss_scale);
+    }
+    EXPECT_LT(mean_loss(trainer, tokens, targets, B, T), 0.1)
+        << (config.kind == OptimizerKind::muon ? "muon" : "adamw");
+}
+
 // EXPECT_EQ would print both arrays.
 #define EXPECT_SAME_BITS(a, b) EXPECT_TRUE((a) == (b)) << #a " and " #b " differ"
 
@@ -232,54 +279,55 @@ void expect_close(const std::vector<float>& actual, const std::vector<float>& ex
 constexpr double golden_tolerance = 1e-5;
 
 // Loads weights.<name> of `golden`, or of `base` where golden lacks it.
-void load_golden_weights(Trainer& trainer, const Golden& golden, const Golden& base) {
-    std::vector<float> params(table_elements(trainer.table), 0.0f);
+template <typename Storage>
+void load_golden_weights(TrainerOf<Storage>& trainer, const Golden& golden, const Golden& base) {
     for (const Parameter& parameter : trainer.table) {
         const std::string name = "weights." + parameter.name;
         const std::vector<float> weights = (golden.file.tensors.contains(name) ? golden : base).floats(name);
         ASSERT_EQ(weights.size(), parameter.used_rows * parameter.cols) << name;
-        std::copy(weights.begin(), weights.end(),
-                  params.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
+        gpt_set_tensor(trainer.model, parameter, weights.data(), trainer.stream);
     }
-    set_params(trainer, params);
 }
 
 // Logits, loss and gradients of the first micro-batch.
-void expect_golden_forward_backward(const Golden& golden, const Golden& base, bool tied_head) {
+template <typename Storage>
+void expect_golden_forward_backward(const Golden& golden, const Golden& base, bool tied_head,
+                                    double tolerance, double gradient_tolerance, double loss_scale = 1.0) {
     const size_t B = base.settings["B"], T = base.settings["T"], V = base.settings["vocab_size"];
-    Trainer trainer(base.config(tied_head), B + 1, T + 2);  // room for more than the batch at hand
+    TrainerOf<Storage> trainer(base.config(tied_head), B + 1, T + 2);  // room for more than the batch at hand
     load_golden_weights(trainer, golden, base);
     const std::vector<int> tokens = base.ints("tokens"), targets = base.ints("targets");
 
     std::vector<float> logits(B * T * V);
     gpt_logits(trainer.model, logits.data(), tokens.data(), B, T, 0, B * T, trainer.stream);
-    expect_close(logits, golden.floats("logits"), golden_tolerance, "logits");
+    expect_close(logits, golden.floats("logits"), tolerance, "logits");
 
     const double expected_loss = golden.floats("loss")[0];
-    EXPECT_NEAR(mean_loss(trainer, tokens, targets, B, T), expected_loss, golden_tolerance * expected_loss);
-    EXPECT_NEAR(accumulate_gradients(trainer, tokens.data(), targets.data(), 1, B, T), expected_loss,
-                golden_tolerance * expected_loss);
+    EXPECT_NEAR(mean_loss(trainer, tokens, targets, B, T), expected_loss, tolerance * expected_loss);
+    EXPECT_NEAR(accumulate_gradients(trainer, tokens.data(), targets.data(), 1, B, T, loss_scale),
+                expected_loss, tolerance * expected_loss);
 
-    const std::vector<float> grads = all_grads(trainer);
+    std::vector<float> grads = all_grads(trainer);
+    for (float& grad : grads) grad /= static_cast<float>(loss_scale);
     for (const Parameter& parameter : trainer.table) {
         const std::vector<float> grad = tensor_of(grads, parameter);
         if (golden.file.tensors.contains("grads." + parameter.name)) {
-            expect_close(grad, golden.floats("grads." + parameter.name), golden_tolerance, parameter.name);
+            expect_close(grad, golden.floats("grads." + parameter.name), gradient_tolerance, parameter.name);
         } else {
             const double expected = golden.floats("grad_norms." + parameter.name)[0];
-            EXPECT_NEAR(norm_of(grad), expected, golden_tolerance * expected) << parameter.name;
+            EXPECT_NEAR(norm_of(grad), expected, gradient_tolerance * expected) << parameter.name;
         }
     }
 }
 
 TEST(Golden, LogitsLossGradients) {
     const Golden golden("tied");
-    expect_golden_forward_backward(golden, golden, true);
+    expect_golden_forward_backward<float>(golden, golden, true, golden_tolerance, golden_tolerance);
 }
 
 TEST(Golden, LogitsLossGradientsUntied) {
     const Golden golden("untied"), base("tied");
-    expect_golden_forward_backward(golden, base, false);
+    expect_golden_forward_backward<float>(golden, base, false, golden_tolerance, golden_tolerance);
 }
 
 TEST(Golden, LogitsOfSomeRows) {
@@ -354,19 +402,98 @@ TEST(Golden, TenMuonStepsOfUnmodifiedPyTorch) {
 }
 
 // ===================================================================================================
+// SixteenBit: the golden files again, with bf16 and fp16 storage.
+//
+// Each number that is stored is off by a relative error of at most u, half the type's epsilon. A logit is at
+// the end of a chain of them: in each layer some 10 activations and 10 parameters, and 5 around the layers;
+// its gradients' chain is that twice over. Independent errors add up as a random walk, to u sqrt(length), and
+// the layers may enlarge them on the way, here by up to 2.
+
+template <typename Storage>
+struct SixteenBit : testing::Test {
+    static constexpr double u = std::is_same_v<Storage, bf16_t> ? 0x1p-8 : 0x1p-11;
+    // fp16's smallest normal number is 2^-14; without a scale, gradients would end below it.
+    static constexpr double loss_scale = std::is_same_v<Storage, fp16_t> ? 1024.0 : 1.0;
+
+    static double tolerance(size_t layers, size_t passes) {
+        return 2.0 * u * std::sqrt(static_cast<double>(passes * (20 * layers + 5)));
+    }
+};
+using SixteenBitTypes = testing::Types<bf16_t, fp16_t>;
+TYPED_TEST_SUITE(SixteenBit, SixteenBitTypes);
+
+TYPED_TEST(SixteenBit, LogitsLossGradients) {
+    const Golden tied("tied"), untied("untied");
+    const size_t layers = tied.settings["layers"];
+    for (const bool tied_head : {true, false}) {
+        SCOPED_TRACE(tied_head ? "tied" : "untied");
+        expect_golden_forward_backward<TypeParam>(tied_head ? tied : untied, tied, tied_head,
+                                                  this->tolerance(layers, 1), this->tolerance(layers, 2),
+                                                  this->loss_scale);
+    }
+}
+
+// The parameters are the rounded master copy, from the start and after every step.
+template <typename Storage>
+void expect_rounded_master(const TrainerOf<Storage>& trainer) {
+    const size_t n = table_elements(trainer.table);
+    const auto params = to_host(trainer.model.params, n, trainer.stream);
+    const auto master = to_host(trainer.model.master, n, trainer.stream);
+    for (size_t i = 0; i < n; i++) ASSERT_EQ(params[i].bits, from_float<Storage>(master[i]).bits) << i;
+}
+
+// At this learning rate a step is a thousandth of a parameter's last place: only the master copy can keep it.
+// AdamW's steps have the size lr whatever the gradient's, so small errors in gradients do not show, and a
+// parameter moves as far as in fp32 unless its gradient is too small for its sign to be sure.
+TYPED_TEST(SixteenBit, MasterKeepsSmallUpdates) {
+    const size_t B = 3, T = 21, steps = 5;
+    const double lr = 1e-7;
+    OptimizerConfig settings;
+    settings.weight_decay = 0;
+    TrainerOf<TypeParam> trainer(odd_config(), B, T, settings);
+    Trainer single(odd_config(), B, T, settings);
+    gpt_initialize(trainer.model, 3, trainer.stream);
+    gpt_initialize(single.model, 3, single.stream);
+    const size_t n = table_elements(trainer.table);
+    const std::vector<float> start = to_host(trainer.model.master, n, trainer.stream);
+    EXPECT_SAME_BITS(start, all_params(single));
+    expect_rounded_master(trainer);
+    const auto [tokens, targets] = random_batch(B * T, 131, 4);
+    for (size_t step = 0; step < steps; step++) {
+        train_step(trainer, tokens.data(), targets.data(), 1, B, T, lr, 0.0, this->loss_scale);
+        train_step(single, tokens.data(), targets.data(), 1, B, T, lr, 0.0);
+        expect_rounded_master(trainer);
+    }
+    const std::vector<float> master = to_host(trainer.model.master, n, trainer.stream);
+    const std::vector<float> moved = difference(master, start),
+                             expected = difference(all_params(single), start);
+    const std::string name = "h.1.mlp.c_fc.weight";
+    const Parameter& matrix = find_parameter(trainer.table, name);
+    EXPECT_LE(norm_of(difference(tensor_of(moved, matrix), tensor_of(expected, matrix))),
+              0.3 * norm_of(tensor_of(expected, matrix)));
+}
+
+TYPED_TEST(SixteenBit, OnlyTrainedModelsHaveAMaster) {
+    TrainerOf<TypeParam> trainer(odd_config(), 1, 2);
+    EXPECT_EQ(trainer.model.params_bytes, 2 * table_elements(trainer.table));
+    EXPECT_EQ(trainer.model.master_bytes, 4 * table_elements(trainer.table));
+    Gpt<TypeParam> untrained = gpt_create<TypeParam>(odd_config(), 1, 2, false, 0, trainer.stream);
+    EXPECT_EQ(untrained.master, nullptr);
+    EXPECT_EQ(untrained.master_bytes, 0u);
+    gpt_destroy(untrained, trainer.stream);
+    const Trainer single(odd_config(), 1, 2);
+    EXPECT_EQ(single.model.master, nullptr);
+    EXPECT_EQ(single.model.master_bytes, 0u);
+}
+
+// Training works: a batch is learnt by heart, with either optimizer.
+TYPED_TEST(SixteenBit, OverfitsOneBatch) {
+    for (const OptimizerConfig& config : {OptimizerConfig{}, muon_config()})
+        expect_overfits<TypeParam>(config, this->loss_scale);
+}
+
+// ===================================================================================================
 // WholeModel
-
-// Sizes that split unevenly over threads and tiles.
-GptConfig odd_config(bool tied_head = true) {
-    return {
-        .layers = 2, .heads = 3, .channels = 36, .seq_len = 24, .vocab_size = 131, .tied_head = tied_head};
-}
-
-OptimizerConfig muon_config() {
-    OptimizerConfig config;
-    config.kind = OptimizerKind::muon;
-    return config;
-}
 
 // L(p + d) - L(p - d) = 2 <grad L, d> + O(d^3) for a random direction d, in each tensor alone and in all of
 // them. Judged against the size that <grad L, d> typically has, as a random one may come out near zero. The
@@ -601,27 +728,8 @@ TEST(WholeModel, EvaluationDoesNotDisturbTraining) {
     }
 }
 
-// A few hundred random targets can only be learnt by heart. The rows start with tokens of their own, so that
-// every position has a history that no other has.
 TEST(WholeModel, OverfitsOneBatch) {
-    const GptConfig size{
-        .layers = 2, .heads = 4, .channels = 48, .seq_len = 24, .vocab_size = 67, .tied_head = true};
-    const size_t B = 4, T = 24;
-    auto [tokens, targets] = random_batch(B * T, size.vocab_size, 31);
-    for (size_t b = 0; b < B; b++) {
-        tokens[b * T] = static_cast<int>(b);
-        for (size_t t = 1; t < T; t++) tokens[b * T + t] = targets[b * T + t - 1];
-    }
-    for (const OptimizerConfig& config : {OptimizerConfig{}, muon_config()}) {
-        Trainer trainer(size, B, T, config);
-        gpt_initialize(trainer.model, 32, trainer.stream);
-        EXPECT_NEAR(mean_loss(trainer, tokens, targets, B, T), std::log(67.0), 0.1);  // knows nothing yet
-        for (int step = 0; step < 200; step++) {
-            train_step(trainer, tokens.data(), targets.data(), 1, B, T, 3e-3, 1.0);
-        }
-        EXPECT_LT(mean_loss(trainer, tokens, targets, B, T), 0.1)
-            << (config.kind == OptimizerKind::muon ? "muon" : "adamw");
-    }
+    for (const OptimizerConfig& config : {OptimizerConfig{}, muon_config()}) expect_overfits<float>(config);
 }
 
 // ===================================================================================================

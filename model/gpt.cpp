@@ -275,6 +275,11 @@ Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool traina
         model.params = static_cast<Storage*>(device_malloc(model.params_bytes, stream));
         device_memset_zero(model.params, model.params_bytes, stream);
         model.p = tensors_of(model.params, model.table, config);
+        if (trainable && !std::is_same_v<Storage, float>) {
+            model.master_bytes = table_elements(model.table) * sizeof(float);
+            model.master = static_cast<float*>(device_malloc(model.master_bytes, stream));
+            device_memset_zero(model.master, model.master_bytes, stream);
+        }
         if (trainable) {
             model.grads_bytes = table_elements(model.table) * sizeof(float);
             model.grads = static_cast<float*>(device_malloc(model.grads_bytes, stream));
@@ -295,28 +300,44 @@ Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool traina
 template <typename Storage>
 void gpt_destroy(Gpt<Storage>& model, Stream* stream) {
     device_free(model.params, stream);
+    device_free(model.master, stream);
     device_free(model.grads, stream);
     device_free(model.activations, stream);
     model = Gpt<Storage>{};
 }
 
 template <typename Storage>
+void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float* values, Stream* stream) {
+    const size_t used = parameter.used_rows * parameter.cols, padding = parameter.size() - used;
+    const auto set = [&](auto* tensor, const auto* from) {
+        copy_to_device(tensor, from, used * sizeof(*tensor), stream);
+        if (padding > 0) device_memset_zero(tensor + used, padding * sizeof(*tensor), stream);
+    };
+    if (model.master != nullptr) set(model.master + parameter.offset, values);
+    if constexpr (std::is_same_v<Storage, float>) {
+        set(model.params + parameter.offset, values);
+    } else {
+        std::vector<Storage> rounded(used);
+        std::transform(values, values + used, rounded.begin(), from_float<Storage>);
+        set(model.params + parameter.offset, rounded.data());
+    }
+}
+
+template <typename Storage>
 void gpt_initialize(Gpt<Storage>& model, uint64_t seed, Stream* stream) {
     for (size_t i = 0; i < model.table.size(); i++) {
         const Parameter& parameter = model.table[i];
-        const float constant = parameter.initializer == Initializer::ones ? 1.0f : 0.0f;
-        std::vector<Storage> values(parameter.size(), from_float<Storage>(constant));
+        std::vector<float> values(parameter.used_rows * parameter.cols,
+                                  parameter.initializer == Initializer::ones ? 1.0f : 0.0f);
         if (parameter.initializer == Initializer::normal) {
-            const size_t used = parameter.used_rows * parameter.cols;  // padding rows stay zero
 #pragma omp parallel for num_threads(device_threads(stream)) schedule(static)
-            for (size_t e = 0; e < used; e++) {
+            for (size_t e = 0; e < values.size(); e++) {
                 const double normal =
                     random_normal(seed, RandomStream::initialization, static_cast<uint32_t>(i), e);
-                values[e] = from_float<Storage>(static_cast<float>(parameter.init_std * normal));
+                values[e] = static_cast<float>(parameter.init_std * normal);
             }
         }
-        copy_to_device(model.params + parameter.offset, values.data(), values.size() * sizeof(Storage),
-                       stream);
+        gpt_set_tensor(model, parameter, values.data(), stream);
     }
 }
 
@@ -496,10 +517,16 @@ void gpt_logits(Gpt<Storage>& model, float* logits, const int* tokens, size_t B,
     }
 }
 
-// Another storage type is one more line of each.
-template Gpt<float> gpt_create(const GptConfig&, size_t, size_t, bool, size_t, Stream*);
-template void gpt_destroy(Gpt<float>&, Stream*);
-template void gpt_initialize(Gpt<float>&, uint64_t, Stream*);
-template double gpt_forward_backward(Gpt<float>&, const int*, const int*, size_t, size_t, float, Stream*);
-template double gpt_loss(Gpt<float>&, const int*, const int*, size_t, size_t, Stream*);
-template void gpt_logits(Gpt<float>&, float*, const int*, size_t, size_t, size_t, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                           \
+    template Gpt<Storage> gpt_create(const GptConfig&, size_t, size_t, bool, size_t, Stream*);         \
+    template void gpt_destroy(Gpt<Storage>&, Stream*);                                                 \
+    template void gpt_set_tensor(Gpt<Storage>&, const Parameter&, const float*, Stream*);              \
+    template void gpt_initialize(Gpt<Storage>&, uint64_t, Stream*);                                    \
+    template double gpt_forward_backward(Gpt<Storage>&, const int*, const int*, size_t, size_t, float, \
+                                         Stream*);                                                     \
+    template double gpt_loss(Gpt<Storage>&, const int*, const int*, size_t, size_t, Stream*);          \
+    template void gpt_logits(Gpt<Storage>&, float*, const int*, size_t, size_t, size_t, size_t, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)
+#undef INSTANTIATE

@@ -97,21 +97,29 @@ struct Gpt {
     ParameterTable table;
     size_t B = 0, T = 0;        // the largest batch that the activations hold
     Storage* params = nullptr;  // arenas
+    float* master = nullptr;    // the parameters before rounding; null for float, and where not trained
     float* grads = nullptr;     // null in a model that is not trained
     char* activations = nullptr;
-    size_t params_bytes = 0, grads_bytes = 0, activations_bytes = 0;
+    size_t params_bytes = 0, master_bytes = 0, grads_bytes = 0, activations_bytes = 0;
     GptTensors<Storage> p;
     GptTensors<float> g;
     GptActivations<Storage> a;
 };
 
 // Allocates a model for batches up to (B, T). The activation arena has at least min_workspace bytes, since
-// the optimizer works in it. With trainable = false there are no gradients and only one layer's activations.
+// the optimizer works in it. With trainable = false there are no gradients, no master copy and only one
+// layer's activations. 16-bit parameters that are trained have an fp32 master copy: an update is often less
+// than half a unit in their last place, and would be lost (Micikevicius et al. 2017, arXiv:1710.03740).
 template <typename Storage>
 Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, size_t min_workspace,
                         Stream* stream);
 template <typename Storage>
 void gpt_destroy(Gpt<Storage>& model, Stream* stream);
+
+// Sets the rows of a tensor that exist from fp32 host values (used_rows, cols): the parameters, rounded, and
+// the master copy where there is one. Rows of padding become zero.
+template <typename Storage>
+void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float* values, Stream* stream);
 
 // Fills the parameters from the table's initialisers. A number depends on (seed, tensor, index) alone.
 template <typename Storage>

@@ -67,20 +67,6 @@ void transpose(Storage* out, const Storage* in, size_t rows, size_t cols) {
     }
 }
 
-// A floating-point tensor's elements as Storage.
-template <typename Storage>
-void read_elements(std::vector<Storage>& out, const SafeTensor& tensor, size_t count, const std::string& name,
-                   const std::string& path) {
-    out.resize(count);
-    if (tensor.dtype == safetensors_dtype(dtype_of<Storage>())) {
-        std::memcpy(out.data(), tensor.data, tensor.bytes);
-        return;
-    }
-    std::vector<float> values(count);
-    safetensor_to_float(values.data(), tensor, name, path);
-    for (size_t i = 0; i < count; i++) out[i] = from_float<Storage>(values[i]);
-}
-
 SafeTensorsFile open_weights(const std::string& folder) {
     const std::string path = folder + weights_name;
     if (!file_exists(path) && file_exists(path + ".index.json")) {
@@ -208,7 +194,7 @@ void huggingface_read(Gpt<Storage>& model, const std::string& folder, std::vecto
     const SafeTensorsFile file = open_weights(folder);
     const std::map<std::string, const NamedTensor*> tensors = strip_names(file);
     std::map<std::string, const NamedTensor*> unread = tensors;
-    std::vector<Storage> values, transposed;
+    std::vector<float> values, transposed;  // the master copy is not rounded
     for (const Parameter& parameter : model.table) {
         const auto found = tensors.find(parameter.name);
         if (found == tensors.end()) {
@@ -220,15 +206,14 @@ void huggingface_read(Gpt<Storage>& model, const std::string& folder, std::vecto
                  escaped(tensor.shape).c_str(), escaped(file_shape(parameter)).c_str());
         }
         const size_t used = parameter.used_rows * parameter.cols;
-        read_elements(values, tensor, used, name, file.path);
+        values.resize(used);
+        safetensor_to_float(values.data(), tensor, name, file.path);
         if (parameter.conv1d) {
             transposed.resize(used);
             transpose(transposed.data(), values.data(), parameter.cols, parameter.rows);
             values.swap(transposed);
         }
-        Storage* const out = model.params + parameter.offset;
-        copy_to_device(out, values.data(), used * sizeof(Storage), stream);
-        device_memset_zero(out + used, (parameter.size() - used) * sizeof(Storage), stream);
+        gpt_set_tensor(model, parameter, values.data(), stream);
         unread.erase(parameter.name);
     }
 

@@ -78,3 +78,7 @@ void generate(Gpt<Storage>& model, std::vector<int> prompt, size_t count, const 
 
 template void generate(Gpt<float>&, std::vector<int>, size_t, const SampleConfig&,
                        const std::function<void(int)>&, Stream*);
+template void generate(Gpt<bf16_t>&, std::vector<int>, size_t, const SampleConfig&,
+                       const std::function<void(int)>&, Stream*);
+template void generate(Gpt<fp16_t>&, std::vector<int>, size_t, const SampleConfig&,
+                       const std::function<void(int)>&, Stream*);

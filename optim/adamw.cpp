@@ -30,3 +30,5 @@ void adamw_step(const Optimizer& optimizer, Storage* params, float* master, cons
 }
 
 template void adamw_step(const Optimizer&, float*, float*, const float*, float, float, Stream*);
+template void adamw_step(const Optimizer&, bf16_t*, float*, const float*, float, float, Stream*);
+template void adamw_step(const Optimizer&, fp16_t*, float*, const float*, float, float, Stream*);

@@ -68,3 +68,5 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
 }
 
 template void muon_step(Optimizer&, float*, float*, const float*, float, float, float*, size_t, Stream*);
+template void muon_step(Optimizer&, bf16_t*, float*, const float*, float, float, float*, size_t, Stream*);
+template void muon_step(Optimizer&, fp16_t*, float*, const float*, float, float, float*, size_t, Stream*);

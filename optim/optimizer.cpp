@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/dtype.h"
 #include "kernels/error.h"
 #include "optim/adamw.h"
 #include "optim/muon.h"
@@ -125,3 +126,7 @@ void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const 
 }
 
 template void optimizer_step(Optimizer&, float*, float*, const float*, float, float, float*, size_t, Stream*);
+template void optimizer_step(Optimizer&, bf16_t*, float*, const float*, float, float, float*, size_t,
+                             Stream*);
+template void optimizer_step(Optimizer&, fp16_t*, float*, const float*, float, float, float*, size_t,
+                             Stream*);

@@ -75,7 +75,8 @@ size_t optimizer_minimum_workspace(const Optimizer& optimizer);
 
 // One step on all tensors: gradients are multiplied by grad_scale (clipping, unscaling) first.
 // The gradients must be finite, for a NaN stays in momentum and moments: skip a step whose global norm is
-// not. params and grads are the arenas of the table; master is null where Storage is float. workspace: memory
+// not. params, master and grads are the arenas of the table; master, the
+// fp32 copy that 16-bit params are rounded from, is null where Storage is float. workspace: memory
 // that is dead between backward and the next forward. Fails, with nothing changed, if it is too small.
 template <typename Storage>
 void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,

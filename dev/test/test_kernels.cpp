@@ -1287,6 +1287,121 @@ TYPED_TEST(Kernels, GemmWithItsOwnTranspose) {
 }
 
 // ---------------------------------------------------------------------------------------------------
+// A 16-bit result is the fp32 result on the same inputs, rounded once
+
+template <typename Storage>
+struct Rounding : testing::Test {};
+using RoundingTypes = testing::Types<bf16_t, fp16_t>;
+TYPED_TEST_SUITE(Rounding, RoundingTypes);
+
+// Normally distributed numbers that Storage holds exactly.
+template <typename Storage>
+Vector exact_normal(size_t n, unsigned seed, double scale = 1) {
+    return doubles(normal<Storage>(n, seed, scale));
+}
+
+// For ops without sums, and with sums over what is fp32 in both.
+template <typename Storage>
+void expect_rounded(const char* name, const Vector& actual, const Vector& fp32) {
+    expect_same_bits({actual}, {doubles(rounded<Storage>(fp32))}, name);
+}
+
+// Where a sum of `length` terms may run in another order than in fp32: half a unit in the last place away,
+// and the two sums' own errors. A truncated or twice rounded result is up to a whole unit away.
+template <typename Storage>
+void expect_rounded_sum(const char* name, const Vector& actual, const Vector& fp32, size_t length) {
+    ASSERT_EQ(actual.size(), fp32.size());
+    const double rms = std::sqrt(reference::dot(fp32, fp32) / static_cast<double>(fp32.size()));
+    for (size_t i = 0; i < fp32.size(); ++i) {
+        const int exponent = fp32[i] == 0 ? 0 : std::ilogb(fp32[i]);
+        const double half_unit =
+            std::ldexp(1.0, std::max(exponent, Format<Storage>::min_exponent) - Format<Storage>::precision);
+        const double limit = half_unit + 6 * tolerance<float>(length) * (rms + std::abs(fp32[i]));
+        ASSERT_LE(std::abs(actual[i] - fp32[i]), limit) << name << "[" << i << "] of " << fp32[i];
+    }
+}
+
+TYPED_TEST(Rounding, Elementwise) {
+    using Storage = TypeParam;
+    const size_t N = 7, C = 129, V = 257, Vp = padded(V), n = N * C;
+    const Vector a = exact_normal<Storage>(V * C, 1), b = exact_normal<Storage>(N * C, 2);
+    const Vector start = exact_normal<Storage>(n, 3, 0.02);
+    const auto grad = normal<float>(n, 4), logits = with_padding(normal<float>(N * V, 5, 3), N, V, Vp);
+    const auto tokens = integers(N, 6, V);
+    const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0.1}, 1);
+    const StreamPointer stream = open_stream();
+    Stream* const s = stream.get();
+    const auto run = [&]<typename T>(T) {
+        Buffer<T> a_(rounded<T>(a), s), b_(rounded<T>(b), s), ones(rounded<T>(Vector(C, 1.0)), s);
+        Buffer<T> embedded(unwritten<T>(n), s), sum(unwritten<T>(n), s), out(unwritten<T>(n), s);
+        Buffer<T> dlogits(unwritten<T>(N * Vp), s), x(unwritten<T>(n), s);
+        Buffer<T> adamw(rounded<T>(start), s), muon(rounded<T>(start), s);
+        Buffer<float> mean(unwritten<float>(N), s), rstd(unwritten<float>(N), s),
+            losses(unwritten<float>(N), s);
+        Buffer<float> adamw_master(rounded<float>(start), s), muon_master(rounded<float>(start), s);
+        Buffer<float> m(std::vector<float>(n), s), v(std::vector<float>(n), s), grad_(grad, s);
+        Buffer<int> degenerate(unwritten<int>(1), s), tokens_(tokens, s);
+        embedding_forward<T>(embedded, tokens_, a_, b_, 1, N, C, s);
+        residual_layernorm_forward<T>(sum, out, mean, rstd, a_, b_, ones, ones, N, C, s);
+        cross_entropy<T>(losses, dlogits, Buffer(logits, s), tokens_, 0.37f, N, V, Vp, s);
+        muon_normalize<T>(x, degenerate, grad_, 1, n, 1.02f, s);
+        adamw_update<T>(adamw, adamw_master, m, v, grad_, n, step, s);
+        muon_update<T, float>(muon, muon_master, grad_, n, 0.02f, 1.7f, 0.1f, s);
+        return Outputs{embedded.values(), sum.values(),   dlogits.values(),
+                       x.values(),        adamw.values(), muon.values()};
+    };
+    const Outputs actual = run(Storage{}), fp32 = run(float{});
+    const char* const names[] = {"embedding", "residual sum", "dlogits", "normalized", "adamw", "muon"};
+    for (size_t i = 0; i < actual.size(); ++i) expect_rounded<Storage>(names[i], actual[i], fp32[i]);
+}
+
+TYPED_TEST(Rounding, LayerNorm) {
+    using Storage = TypeParam;
+    const size_t N = 33, C = 129;
+    const Vector x = exact_normal<Storage>(N * C, 1), weight = exact_normal<Storage>(C, 2);
+    const Vector dout = exact_normal<Storage>(N * C, 3), dx = exact_normal<Storage>(N * C, 4);
+    const Statistics kept = statistics(rounded<float>(x), N, C);
+    const StreamPointer stream = open_stream();
+    Stream* const s = stream.get();
+    const auto run = [&]<typename T>(T) {
+        Buffer<T> x_(rounded<T>(x), s), weight_(rounded<T>(weight), s), out(unwritten<T>(N * C), s);
+        Buffer<T> dx_(rounded<T>(dx), s);
+        Buffer<float> mean(unwritten<float>(N), s), rstd(unwritten<float>(N), s);
+        Buffer<float> dweight(std::vector<float>(C), s), dbias(std::vector<float>(C), s);
+        layernorm_forward<T>(out, mean, rstd, x_, weight_, weight_, N, C, s);
+        layernorm_backward<T>(dx_, dweight, dbias, Buffer(rounded<T>(dout), s), x_, Buffer(kept.mean, s),
+                              Buffer(kept.rstd, s), weight_, N, C, s);
+        return Outputs{out.values(), dx_.values()};
+    };
+    const Outputs actual = run(Storage{}), fp32 = run(float{});
+    expect_rounded_sum<Storage>("out", actual[0], fp32[0], C);
+    expect_rounded_sum<Storage>("dx", actual[1], fp32[1], C);
+}
+
+TYPED_TEST(Rounding, Products) {
+    using Storage = TypeParam;
+    const size_t N = 33, C = 129, OC = 65;
+    const Vector x = exact_normal<Storage>(N * C, 1), weight = exact_normal<Storage>(OC * C, 2, fan_in(C));
+    const Vector bias = exact_normal<Storage>(OC, 3), dout = exact_normal<Storage>(N * OC, 4);
+    const StreamPointer stream = open_stream();
+    Stream* const s = stream.get();
+    const auto run = [&]<typename T>(T) {
+        Buffer<T> x_(rounded<T>(x), s), weight_(rounded<T>(weight), s), bias_(rounded<T>(bias), s);
+        Buffer<T> dout_(rounded<T>(dout), s), out(unwritten<T>(N * OC), s), dx(unwritten<T>(N * C), s);
+        Buffer<T> d(unwritten<T>(N * OC), s);
+        Buffer<float> dweight(std::vector<float>(OC * C), s);
+        linear_forward<T>(out, nullptr, x_, weight_, bias_, N, C, OC, s);
+        linear_backward<T>(dx, dweight, nullptr, dout_, x_, weight_, nullptr, N, C, OC, s);
+        gemm_batched<T>(d, x_, weight_, dout_, false, true, N, OC, C, -4.775f, 3.4445f, 1, s);
+        return Outputs{out.values(), dx.values(), d.values()};
+    };
+    const Outputs actual = run(Storage{}), fp32 = run(float{});
+    expect_rounded_sum<Storage>("out", actual[0], fp32[0], C);
+    expect_rounded_sum<Storage>("dx", actual[1], fp32[1], OC);
+    expect_rounded_sum<Storage>("d", actual[2], fp32[2], C);
+}
+
+// ---------------------------------------------------------------------------------------------------
 // What an op refuses. The buffers are larger than any of these calls would touch.
 
 TYPED_TEST(Kernels, ZeroSizesAreRefused) {
