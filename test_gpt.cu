@@ -406,8 +406,8 @@ TEST(Golden, TenMuonStepsOfUnmodifiedPyTorch) {
 //
 // Each number that is stored is off by a relative error of at most u, half the type's epsilon. A logit is at
 // the end of a chain of them: in each layer some 10 activations and 10 parameters, and 5 around the layers;
-// its gradients' chain is that twice over. Independent errors add up as a random walk, to u sqrt(length), and
-// the layers may enlarge them on the way, here by up to 2.
+// its gradients' chain is that twice over. Independent errors add up as a random walk, to u sqrt(length) at
+// most; as many are less than u, that leaves room for what the layers do to them on the way.
 
 template <typename Storage>
 struct SixteenBit : testing::Test {
@@ -416,7 +416,7 @@ struct SixteenBit : testing::Test {
     static constexpr double loss_scale = std::is_same_v<Storage, fp16_t> ? 1024.0 : 1.0;
 
     static double tolerance(size_t layers, size_t passes) {
-        return 2.0 * u * std::sqrt(static_cast<double>(passes * (20 * layers + 5)));
+        return u * std::sqrt(static_cast<double>(passes * (20 * layers + 5)));
     }
 };
 using SixteenBitTypes = testing::Types<bf16_t, fp16_t>;
@@ -467,10 +467,12 @@ TYPED_TEST(SixteenBit, MasterKeepsSmallUpdates) {
     const std::vector<float> master = to_host(trainer.model.master, n, trainer.stream);
     const std::vector<float> moved = difference(master, start),
                              expected = difference(all_params(single), start);
-    const std::string name = "h.1.mlp.c_fc.weight";
-    const Parameter& matrix = find_parameter(trainer.table, name);
-    EXPECT_LE(norm_of(difference(tensor_of(moved, matrix), tensor_of(expected, matrix))),
-              0.3 * norm_of(tensor_of(expected, matrix)));
+    for (const Parameter& parameter : trainer.table) {
+        if (!parameter.weight_decay) continue;  // a key's bias has no gradient but rounding errors
+        const std::vector<float> fp32 = tensor_of(expected, parameter);
+        EXPECT_LE(norm_of(difference(tensor_of(moved, parameter), fp32)), 0.2 * norm_of(fp32))
+            << parameter.name;
+    }
 }
 
 TYPED_TEST(SixteenBit, OnlyTrainedModelsHaveAMaster) {

@@ -1401,6 +1401,31 @@ TYPED_TEST(Rounding, Products) {
     expect_rounded_sum<Storage>("d", actual[2], fp32[2], C);
 }
 
+// A product converts its operands on the way in, in ways of its own: times 1, each number is itself. The
+// first product reads memory across the rows of what it packs, the second along them.
+TYPED_TEST(Rounding, ProductsReadEveryPattern) {
+    using Storage = TypeParam;
+    const size_t n = 1 << 16, C = 128;
+    std::vector<Storage> patterns(n), finite(n), identity(C * C);
+    for (size_t i = 0; i < n; ++i) {
+        patterns[i].bits = static_cast<uint16_t>(i);
+        finite[i] = std::isfinite(to_float(patterns[i])) ? patterns[i] : Storage{};
+    }
+    for (size_t c = 0; c < C; ++c) identity[c * C + c] = from_float<Storage>(1.0f);
+    const StreamPointer stream = open_stream();
+    Stream* const s = stream.get();
+    Buffer<float> logits(unwritten<float>(n), s);
+    logits_forward<Storage>(logits, Buffer(std::vector{from_float<Storage>(1.0f)}, s), Buffer(patterns, s), 1,
+                            1, n, s);
+    const Vector read = logits.values();
+    for (size_t i = 0; i < n; ++i) {
+        const double expected = to_float(patterns[i]);
+        ASSERT_TRUE(read[i] == expected || (std::isnan(read[i]) && std::isnan(expected))) << i;
+    }
+    logits_forward<Storage>(logits, Buffer(finite, s), Buffer(identity, s), n / C, C, C, s);
+    EXPECT_TRUE(logits.values() == doubles(finite));
+}
+
 // ---------------------------------------------------------------------------------------------------
 // What an op refuses. The buffers are larger than any of these calls would touch.
 

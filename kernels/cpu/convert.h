@@ -1,6 +1,7 @@
-// Runs of numbers from storage to fp32 and back, for the loops where the conversion is much of the work.
-// bf16 and fp16 go through kernels/dtype.h, whose code the compiler vectorises; with F16C fp16 uses its
-// instructions, which give the same bits for every number and NaN (test_kernels compares them).
+// Whole runs of numbers from storage to fp32, for packing, where the conversion is much of the work. Other
+// ops convert number by number: to_float and from_float (kernels/dtype.h) become vector code within their
+// loops. fp16 takes a dozen instructions there; F16C has one for it, with the same bits for every number and
+// NaN.
 #pragma once
 
 #include <cstddef>
