@@ -45,6 +45,7 @@ ifeq ($(BACKEND),cuda)
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
+    TESTS += test_fused_linear
     LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
 endif
 ifeq ($(BACKEND),sim)
@@ -55,7 +56,7 @@ ifeq ($(BACKEND),sim)
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
     simulator_tests := test_cudasim test_cublaslt test_nccl
-    TESTS += $(simulator_tests)
+    TESTS += $(simulator_tests) test_fused_linear
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 

@@ -104,7 +104,7 @@ void cross_entropy(float* losses, Storage* dlogits, const float* logits, const i
 // ---------------------------------------------------------------------------------------------------
 // Reductions
 
-// *out = sum of x(0..n) in fp64 by a fixed binary tree.
+// *out = sum of x(0..n) in fp64: neighbours are added level by level, an odd one out moves up as it is.
 void sum(double* out, const float* x, size_t n, Stream* stream);
 
 // *out = sum of the squares of x in fp64, row by row, then over the rows in order. x (rows,cols).

@@ -181,6 +181,7 @@ TYPED_TEST(Kernels, Embedding) {
                                               {1, 31, 24, 255},
                                               {5, 33, 40, 7},
                                               {7, 63, 129, 65},
+                                              {3, 1391, 5, 7},  // rows beyond one sorted piece of a GPU
                                               {2, 65, 776, 257}}) {
         check_embedding<TypeParam>(B, T, C, V);
     }
@@ -211,9 +212,10 @@ TYPED_TEST(Kernels, EmbeddingGradientIsNumeric) {
 // ---------------------------------------------------------------------------------------------------
 // LayerNorm
 
-// Every N with every C, and one shape with many rows.
+// Every N with every C, one shape with many rows, and rows so long that a GPU's shared memory holds few or
+// none.
 Shapes<2> layernorm_shapes() {
-    Shapes<2> shapes = {{1037, 9}};
+    Shapes<2> shapes = {{1037, 9}, {5, 4099}, {2, 24601}};
     for (const size_t N : {1, 3, 7, 33, 65, 130}) {
         for (const size_t C : {1, 5, 8, 24, 40, 129, 264, 776}) shapes.push_back({N, C});
     }
@@ -848,8 +850,18 @@ TYPED_TEST(Kernels, NanIsNotSwallowed) {
 // ---------------------------------------------------------------------------------------------------
 // Reductions
 
+// Neighbours added level by level; an odd one out moves up as it is.
+double tree_sum(Vector x) {
+    while (x.size() > 1) {
+        Vector sums;
+        for (size_t i = 0; i < x.size(); i += 2) sums.push_back(i + 1 < x.size() ? x[i] + x[i + 1] : x[i]);
+        x = sums;
+    }
+    return x[0];
+}
+
 TEST(Reductions, Sum) {
-    for (const size_t n : {1, 2, 3, 7, 33, 65, 130, 1037, 8003, 1000003}) {
+    for (const size_t n : {1, 2, 3, 7, 33, 65, 130, 1037, 8003, 1100003}) {
         const auto x = normal<float>(n, 1, 1, 0.5);
         const Outputs outputs = run_op([&](Stream* stream) {
             Buffer<double> out(unwritten<double>(1), stream);
@@ -863,6 +875,7 @@ TEST(Reductions, Sum) {
         }
         EXPECT_NEAR(outputs[0][0], static_cast<double>(expected), 1e-14 * static_cast<double>(magnitude))
             << n;
+        EXPECT_EQ(outputs[0][0], tree_sum(doubles(x))) << n;
     }
 }
 
