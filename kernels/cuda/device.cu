@@ -105,7 +105,6 @@ void stream_destroy(Stream* stream) {
         cudaEventDestroy(staging.done);
         cudaFreeHost(staging.memory);
     }
-    cudaFree(stream->workspace);
     cudaFree(stream->scratch);
     cudaStreamDestroy(stream->stream);
     delete stream;
@@ -139,11 +138,6 @@ void device_free(void* memory, Stream* stream) {
     if (found == stream->allocations.end()) fail("device_free: not memory of this stream");
     release(memory, found->second, stream);
     stream->allocations.erase(found);
-}
-
-void* matmul_workspace(Stream* stream) {
-    if (stream->workspace == nullptr) stream->workspace = allocate(Stream::workspace_bytes, stream);
-    return stream->workspace;
 }
 
 void* device_scratch(Stream* stream, size_t bytes) {

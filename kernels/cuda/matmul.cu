@@ -4,7 +4,9 @@
 #include <compare>
 #include <limits>
 #include <map>
+#include <optional>
 #include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -129,14 +131,18 @@ Description make_description(const Problem& problem) {
     return result;
 }
 
-Preference make_preference(const Problem& problem, size_t workspace_bytes) {
+// The most that an algorithm may work in. Its choice may depend on this, so it never changes; 32 MiB is what
+// NVIDIA recommends for Hopper (cuBLAS documentation, "cublasSetWorkspace").
+constexpr size_t most_workspace_bytes = size_t{32} << 20;
+
+Preference make_preference(const Problem& problem) {
     cublasLtMatmulPreference_t pointer = nullptr;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&pointer));
     Preference result(pointer);
     const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(pointer, attribute, &value, sizeof(value)));
     };
-    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{workspace_bytes});
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{most_workspace_bytes});
     // Where k is split over blocks, partial sums stay in fp32: never in a 16-bit output.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.alignment[operand_b]);
@@ -165,12 +171,14 @@ struct Descriptors {
 
 struct Plan {
     cublasLtMatmulAlgo_t algorithm;
+    size_t workspace_bytes;
     size_t step;  // matrices a call: a divisor of the batch
     Descriptors descriptors;
 };
 
-cublasLtMatmulAlgo_t first_proposal(const Problem& problem, const Descriptors& one, Stream* stream) {
-    const Preference preference = make_preference(problem, stream->workspace_bytes);
+cublasLtMatmulHeuristicResult_t first_proposal(const Problem& problem, const Descriptors& one,
+                                               Stream* stream) {
+    const Preference preference = make_preference(problem);
     cublasLtMatmulHeuristicResult_t result = {};
     int count = 0;
     const cublasStatus_t status =
@@ -180,15 +188,18 @@ cublasLtMatmulAlgo_t first_proposal(const Problem& problem, const Descriptors& o
         fail("matmul %zu x %zu x %zu: cuBLASLt has no algorithm: %s", problem.m, problem.n, problem.k,
              cublasLtGetStatusString(status != CUBLAS_STATUS_SUCCESS ? status : CUBLAS_STATUS_NOT_SUPPORTED));
     }
-    return result.algo;
+    return result;
 }
 
-bool fits(const cublasLtMatmulAlgo_t& algorithm, const Descriptors& of, const Stream* stream) {
+// The workspace that the algorithm needs for this batch; nothing if it does not take it.
+std::optional<size_t> workspace_needed(const cublasLtMatmulAlgo_t& algorithm, const Descriptors& of,
+                                       const Stream* stream) {
     cublasLtMatmulHeuristicResult_t result = {};
     const cublasStatus_t status =
         cublasLtMatmulAlgoCheck(stream->lt, of.description.get(), of.b.get(), of.a.get(), of.d.get(),
                                 of.d.get(), &algorithm, &result);
-    return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= stream->workspace_bytes;
+    if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > most_workspace_bytes) return std::nullopt;
+    return result.workspaceSize;
 }
 
 }  // namespace
@@ -203,24 +214,28 @@ const Plan& find_plan(const Problem& problem, Stream* stream) {
     if (stream->matmul_plans == nullptr) stream->matmul_plans = std::make_shared<MatmulPlans>();
     std::map<Problem, Plan>& plans = stream->matmul_plans->plans;
     if (const auto found = plans.find(problem); found != plans.end()) return found->second;
+    const auto keep = [&](Plan&& plan) -> const Plan& {
+        return plans.emplace(problem, std::move(plan)).first->second;
+    };
 
     if (problem.batch == 1) {
         Descriptors one(problem, 1);
-        const cublasLtMatmulAlgo_t algorithm = first_proposal(problem, one, stream);
-        return plans.emplace(problem, Plan{algorithm, 1, std::move(one)}).first->second;
+        const cublasLtMatmulHeuristicResult_t proposal = first_proposal(problem, one, stream);
+        return keep({proposal.algo, proposal.workspaceSize, 1, std::move(one)});
     }
     Problem alone = problem;
     alone.batch = 1;
-    const cublasLtMatmulAlgo_t algorithm = find_plan(alone, stream).algorithm;
+    const Plan& plan_of_one = find_plan(alone, stream);  // a map leaves its entries where they are
     // The algorithm may want the workspace once for each matrix, or know no batches: then in several calls.
     for (size_t step = problem.batch; step > 1; --step) {
         if (problem.batch % step != 0) continue;
         Descriptors descriptors(problem, step);
-        if (fits(algorithm, descriptors, stream)) {
-            return plans.emplace(problem, Plan{algorithm, step, std::move(descriptors)}).first->second;
+        const auto workspace_bytes = workspace_needed(plan_of_one.algorithm, descriptors, stream);
+        if (workspace_bytes) {
+            return keep({plan_of_one.algorithm, *workspace_bytes, step, std::move(descriptors)});
         }
     }
-    return plans.emplace(problem, Plan{algorithm, 1, Descriptors(problem, 1)}).first->second;
+    return keep({plan_of_one.algorithm, plan_of_one.workspace_bytes, 1, Descriptors(problem, 1)});
 }
 
 }  // namespace
@@ -237,12 +252,12 @@ void matmul(const Matmul<Input, Output>& product, Stream* stream) {
         set<const void*>(of.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias);
     if (has_aux(product.epilogue))
         set<void*>(of.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.aux);
+    void* const workspace = device_scratch(stream, plan.workspace_bytes);
     for (size_t l = 0; l < product.batch; l += plan.step) {
         CUBLAS_CHECK(cublasLtMatmul(stream->lt, of.description.get(), &product.alpha, product.b + l * k * n,
                                     of.b.get(), product.a + l * m * k, of.a.get(), &product.beta,
                                     c + l * m * n, of.d.get(), product.d + l * m * n, of.d.get(),
-                                    &plan.algorithm, matmul_workspace(stream), stream->workspace_bytes,
-                                    stream->stream));
+                                    &plan.algorithm, workspace, plan.workspace_bytes, stream->stream));
     }
 }
 

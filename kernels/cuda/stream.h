@@ -25,15 +25,11 @@ struct Stream {
     cudaStream_t stream;
 
     cublasLtHandle_t lt;
-    // cuBLASLt's workspace, of a fixed size: an algorithm's choice may depend on it. 32 MiB is what NVIDIA
-    // recommends for Hopper.
-    static constexpr size_t workspace_bytes = size_t{32} << 20;
-    void* workspace = nullptr;                  // see matmul_workspace
     std::shared_ptr<MatmulPlans> matmul_plans;  // made by the first product
     bool tf32 = false;                          // fp32 products may round their inputs to TF32
     bool fused_epilogues = false;  // bias and GELU within cuBLASLt's products instead of our own kernels
 
-    void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens
+    void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens, cuBLASLt's workspace
     size_t scratch_bytes = 0;
 
     const char* attention_kernel = nullptr;  // "flash" or "general": what ran last, for the tests
@@ -45,10 +41,7 @@ struct Stream {
     size_t allocated = 0, peak = 0;                 // bytes
 };
 
-// workspace_bytes of device memory, allocated when the first product asks.
-void* matmul_workspace(Stream* stream);
-
-// At least `bytes` of device memory for the op that asks, until the next op asks: ops of a stream run one
-// after the other. It only grows, and growing waits for the device: that happens in the first step alone.
-// Aligned to 256 bytes; contents are unspecified.
+// At least `bytes` of device memory for the op or product that asks, until the next one asks: they run one
+// after the other on a stream. It only grows, and growing waits for the device: that happens in the first
+// step alone. Aligned to 256 bytes; contents are unspecified.
 void* device_scratch(Stream* stream, size_t bytes);
