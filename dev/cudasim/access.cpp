@@ -6,7 +6,8 @@
 // is seen, and beyond what ASan finds (out of bounds, after free) these are found:
 //   misaligned    vectors of 8 and 16 bytes, as the hardware demands
 //   never written a load of a byte that nothing stored, of any type; or of cp.async's data before its wait
-//   races         two threads touch the same 2 bytes, one of them stores, and no barrier stands between
+//   races         two threads touch the same 2 bytes, one of them stores, and no barrier stands between; or
+//                 two operations of streams do, and nothing orders them: see order.cpp
 //   host code     that reaches into device memory
 // Not seen: local variables (the compiler's warnings see those), races on single bytes, and what a function
 // compiled without these options does. Where GCC sees a load and a store to one address in one basic block
@@ -36,8 +37,8 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------
 // Races. Two accesses are ordered if they are of the same thread, or a barrier of their block (or, within a
-// warp, a __syncwarp) came between them, or they are of different launches: those are ordered by streams.
-// Shuffles and votes order no memory accesses (CUDA C++ Programming Guide, "Warp Shuffle Functions").
+// warp, a __syncwarp) came between them, or they are of different operations that are ordered. Shuffles and
+// votes order no memory accesses (CUDA C++ Programming Guide, "Warp Shuffle Functions").
 // Kept for each word: its last writer and its last reader, or that several have read it.
 
 // Who touched a word, when; a Touch packs it into 64 bits. Epochs wrap; that can only hide a race.
@@ -64,37 +65,62 @@ struct Access {
 };
 static_assert(max_runs == uint32_t{1} << (64 - Access::run_shift));
 
-inline bool ordered(const Access& earlier, const Access& now) {
-    if ((earlier.halves & now.halves) == 0) return true;
-    if (earlier.run != now.run) return false;
-    if (earlier.block_epoch != now.block_epoch || earlier.who == now.who) return true;
-    return earlier.warp() == now.warp() && earlier.warp_epoch != now.warp_epoch;
-}
-
-// One access by a thread, as it is compared with what a word remembers.
+// One access, as it is compared with what a word remembers.
 struct Observer {
     Access now;
     uint64_t packed;
-    uint64_t from, to;  // packed accesses outside of [from, to) have nothing to do with this one
+    uint32_t first_run;       // of its operation
+    bool blocks_are_ordered;  // of its operation: its blocks have shared memory of their own, or fences
+    uint64_t from, to;        // packed accesses outside of [from, to) have nothing to do with this one
 
+    // By a thread of a kernel.
     Observer(const Thread& thread, const void* address, unsigned halves)
         : now{thread.block->run, halves, thread.number, thread.block->epoch & 0xfff,
               thread.block->warps[thread.warp()].epoch & 0x3ff},
-          packed(now.packed()) {
-        // Other blocks of the launch matter unless they have shared memory of their own, or fences.
-        const Launch& launch = *thread.block->launch;
-        const bool alone = is_shared_memory(address) || launch.fenced.load(std::memory_order_relaxed);
-        from = uint64_t{alone ? now.run : launch.first_run} << Access::run_shift;
-        to = alone ? from + (uint64_t{1} << Access::run_shift) : ~uint64_t{0};
+          packed(now.packed()),
+          first_run(thread.block->launch->first_run) {
+        const bool shared = is_shared_memory(address);
+        blocks_are_ordered = shared || thread.block->launch->fenced.load(std::memory_order_relaxed);
+        from = pack_run(!shared && !unordered_operations().empty() ? unordered_operations()[0].first_run
+                        : blocks_are_ordered                       ? now.run
+                                                                   : first_run);
+        to = blocks_are_ordered ? pack_run(now.run + 1) : ~uint64_t{0};
     }
 
+    // By another operation.
+    explicit Observer(unsigned halves)
+        : now{current_run(), halves, 0, 0, 0},
+          packed(now.packed()),
+          first_run(now.run),
+          blocks_are_ordered(true) {
+        from = pack_run(unordered_operations().empty() ? now.run : unordered_operations()[0].first_run);
+        to = ~uint64_t{0};
+    }
+
+    static uint64_t pack_run(uint32_t run) { return uint64_t{run} << Access::run_shift; }
+
     bool conflicts_with(uint64_t earlier) const {
-        return earlier >= from && earlier < to && earlier != packed && !ordered(Access::unpack(earlier), now);
+        return earlier >= from && earlier < to && earlier != packed && !ordered(Access::unpack(earlier));
+    }
+
+    bool ordered(const Access& earlier) const {
+        if ((earlier.halves & now.halves) == 0) return true;
+        if (earlier.run < first_run) return find_unordered(earlier.run) == nullptr;
+        if (earlier.run != now.run) return blocks_are_ordered;
+        if (earlier.block_epoch != now.block_epoch || earlier.who == now.who) return true;
+        return earlier.warp() == now.warp() && earlier.warp_epoch != now.warp_epoch;
     }
 };
 
 [[noreturn]] void report_race(const void* address, uint64_t packed, bool wrote, bool writes) {
     const Access earlier = Access::unpack(packed);
+    const char *verb = writes ? "writes" : "reads", *past_verb = wrote ? "wrote" : "read";
+    if (const Ran* other = find_unordered(earlier.run)) {
+        const std::string name =
+            other->kernel == nullptr ? other->name : "kernel " + kernel_name(other->kernel);
+        fault("race between streams: %s what %s %s, and no event or wait orders them: %s", verb, name.c_str(),
+              past_verb, describe_address(address).c_str());
+    }
     const uint32_t block = earlier.run - running()->block->launch->first_run;
     char who[80];
     if (earlier.who < Access::several) {
@@ -102,8 +128,8 @@ struct Observer {
     } else {
         snprintf(who, sizeof(who), "several threads of block number %u", block);
     }
-    fault("race: %s what %s %s with no barrier between: %s", writes ? "writes" : "reads", who,
-          wrote ? "wrote" : "read", describe_address(address).c_str());
+    fault("race: %s what %s %s with no barrier between: %s", verb, who, past_verb,
+          describe_address(address).c_str());
 }
 
 [[gnu::always_inline]] inline void record_word(Touch& touch, const void* address, const Observer& observer,
@@ -114,7 +140,8 @@ struct Observer {
     if (write) {
         if (observer.conflicts_with(reader)) report_race(address, reader, false, true);
         touch.writer.store(observer.packed, std::memory_order_relaxed);
-    } else if (observer.conflicts_with(reader)) {  // no fault: two readers
+    } else if (observer.conflicts_with(reader) && reader >= Observer::pack_run(observer.first_run)) {
+        // No fault: two readers of one kernel.
         const Access earlier = Access::unpack(reader);
         Access both = observer.now;
         const bool one_warp = earlier.run == both.run && earlier.warp() == both.warp();
@@ -306,6 +333,21 @@ void note_hidden_stores() {
     const size_t kept = std::min(recent.count, recent_loads);
     for (size_t i = 0; i < kept; ++i) look_again(recent.ring[i]);
     recent.count = 0;
+}
+
+// Whole halves of words; stray bytes at the ends are not recorded.
+void record_access(const void* address, size_t bytes, bool write) {
+    if (!operation_running()) return;
+    constexpr size_t half = word / 2;
+    const size_t first = round_up(region_offset(address), half),
+                 end = (region_offset(address) + bytes) / half * half;
+    const Observer lower(1), upper(2), both(3);
+    for (size_t at = first; at < end;) {
+        const bool whole = at % word == 0 && at + word <= end;
+        const Observer& observer = whole ? both : at % word == 0 ? lower : upper;
+        record_word(region.touches[at / word], region.base + at, observer, write);
+        at += whole ? word : half;
+    }
 }
 
 }  // namespace cudasim

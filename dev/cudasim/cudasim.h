@@ -6,6 +6,7 @@
 //   warp    32 threads; a shuffle, vote or mma acts when the lanes of its mask have  scheduler.cpp
 //   memory  every load and store of a kernel is checked                              memory.cpp
 //   stream  a queue of operations, run as late and in as odd an order as CUDA allows streams.cpp
+//           and whether that order is one that the program made sure of             order.cpp
 //
 // A fault is one line on stderr that names the kernel, block and thread, a stack trace, and abort():
 // under gdb the program stops on the faulty line of the kernel.
@@ -102,6 +103,10 @@ struct Meeting {
     std::function<void()> act;
     struct Part {
         std::string who;  // for reports: "rank 3"
+        // The device memory that `act` reads and writes for it; checked before `act` runs.
+        const void* reads = nullptr;
+        void* writes = nullptr;
+        size_t read_bytes = 0, written_bytes = 0;
         CUstream_st* stream = nullptr;
         std::shared_ptr<Operation> operation = nullptr;  // null until it is queued
     };

@@ -59,14 +59,15 @@ struct Launch {
     size_t shared_bytes;
     std::function<void()> thread_body;  // what each thread runs
     uint64_t number = 0;                // counts launches: part of the seed of their orders
-    uint32_t first_run = 0;             // block i is run first_run + i of all blocks run, see max_runs
+    uint32_t first_run = 0;             // block i has run number first_run + i
     std::atomic<bool> fenced = false;   // some thread called __threadfence
 };
 
 // Runs all blocks; returns when the last one has finished.
 void run_kernel(Launch& launch);
 
-// Who touched memory is kept by run numbers of so many bits: when they are used up, all is forgotten.
+// Who touched memory is kept by run numbers, one for each block of each kernel and for each other operation.
+// They have so many bits: when they are used up, all is forgotten.
 constexpr uint32_t max_runs = uint32_t{1} << 29;
 
 // One block on its way through an OS thread, and a warp of it: the clocks that order memory accesses.
@@ -118,6 +119,36 @@ inline constinit thread_local Thread* running_thread = nullptr;
 inline Thread* running() { return running_thread; }
 
 // ---------------------------------------------------------------------------------------------------
+// order.cpp; called with the lock of streams.cpp
+
+// Of each stream, by its number, how many of its operations come before something.
+using Clock = std::vector<uint32_t>;
+void merge(Clock& into, const Clock& from);
+
+// An operation that ran; it has the run numbers from first_run on.
+struct Ran {
+    uint32_t first_run, end_run;
+    uint32_t index;  // in its stream, from 1
+    const char* name;
+    const void* kernel;  // null if it is none
+};
+
+// From now on `name` runs, with the clock[stream]-th operation of the stream; it has one run number.
+void begin_operation(const char* name, size_t stream, const Clock& clock);
+uint32_t current_run();
+
+// More run numbers for the running operation, a kernel; the first of them.
+uint32_t take_runs(uint32_t count, const void* kernel);
+
+// Forgets what comes before everything that will ever run.
+void forget_before(const Clock& clock);
+
+// What ran before, but is not ordered with the running operation: the oldest first; and the one with that run
+// number, if it is one of these.
+const std::vector<Ran>& unordered_operations();
+const Ran* find_unordered(uint32_t run);
+
+// ---------------------------------------------------------------------------------------------------
 // memory.cpp
 
 // Host memory from cudaMallocHost; one past its end counts.
@@ -131,6 +162,9 @@ std::string describe_address(const void* address);
 
 // Checks an access of the running thread as if its kernel had made it, and records it.
 void check_access(const void* address, size_t bytes, bool write);
+
+// Records an access by an operation that is no kernel.
+void record_access(const void* address, size_t bytes, bool write);
 
 // Finds stores by the running thread that no check saw. Called before another thread runs.
 void note_hidden_stores();

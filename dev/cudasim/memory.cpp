@@ -130,6 +130,7 @@ void check_range(const void* memory, size_t bytes, const char* name) {
 
 void will_read(const void* device, size_t bytes, const char* name) {
     check_range(device, bytes, name);
+    if (bytes == 0) return;
     const State* state = region.state + region_offset(device);
     const State* bad = std::find_if(state, state + bytes, [](State s) { return s != State::written; });
     if (bad != state + bytes) {
@@ -137,11 +138,14 @@ void will_read(const void* device, size_t bytes, const char* name) {
               static_cast<size_t>(bad - state), bytes,
               describe_address(static_cast<const char*>(device) + (bad - state)).c_str());
     }
+    record_access(device, bytes, false);
 }
 
 void will_write(void* device, size_t bytes, const char* name) {
     check_range(device, bytes, name);
-    if (bytes != 0) set_state(device, bytes, State::written);
+    if (bytes == 0) return;
+    set_state(device, bytes, State::written);
+    record_access(device, bytes, true);
 }
 
 // ---------------------------------------------------------------------------------------------------

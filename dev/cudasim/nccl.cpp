@@ -158,36 +158,38 @@ void reduce(std::vector<char>& result, const std::vector<Call>& calls) {
     }
 }
 
+// Bytes that a rank reads and writes.
+size_t read_bytes(const Call& call, size_t ranks) {
+    if (call.kind == Kind::receive || (call.kind == Kind::broadcast && call.comm->rank != call.peer))
+        return 0;
+    return call.bytes() * (call.kind == Kind::reduce_scatter ? ranks : 1);
+}
+size_t written_bytes(const Call& call, size_t ranks) {
+    if (call.kind == Kind::send) return 0;
+    return call.bytes() * (call.kind == Kind::all_gather ? ranks : 1);
+}
+
 // Everything is read before anything is written: send and receive may be the same memory.
 void carry_out(const std::vector<Call>& calls) {
     const Kind kind = calls[0].kind;
     const size_t bytes = calls[0].bytes(), ranks = calls.size();
-    const auto read = [&](const Call& call, size_t size) {
-        will_read(call.send, size, call.name());
-        return static_cast<const char*>(call.send);
-    };
-    const auto deliver = [](const Call& call, const char* from, size_t size) {
-        will_write(call.receive, size, call.name());
-        memcpy(call.receive, from, size);
-    };
     std::vector<char> result;
+    const auto append = [&](const Call& call) {
+        const char* from = static_cast<const char*>(call.send);
+        result.insert(result.end(), from, from + bytes);
+    };
     if (kind == Kind::all_reduce || kind == Kind::reduce_scatter) {
-        result.resize(kind == Kind::all_reduce ? bytes : bytes * ranks);
-        for (const Call& call : calls) read(call, result.size());
+        result.resize(read_bytes(calls[0], ranks));
         reduce(result, calls);
     } else if (kind == Kind::all_gather) {
-        for (const Call& call : calls)
-            result.insert(result.end(), read(call, bytes), read(call, bytes) + bytes);
+        for (const Call& call : calls) append(call);
     } else {
-        const Call& sender = calls[kind == Kind::broadcast ? static_cast<size_t>(calls[0].peer) : 0];
-        result.assign(read(sender, bytes), read(sender, bytes) + bytes);
+        append(calls[kind == Kind::broadcast ? static_cast<size_t>(calls[0].peer) : 0]);
     }
     for (size_t rank = 0; rank < ranks; ++rank) {
-        if (kind == Kind::reduce_scatter) {
-            deliver(calls[rank], result.data() + rank * bytes, bytes);
-        } else if (calls[rank].kind != Kind::send) {
-            deliver(calls[rank], result.data(), result.size());
-        }
+        const size_t first = kind == Kind::reduce_scatter ? rank * bytes : 0;
+        const size_t size = written_bytes(calls[rank], ranks);
+        if (size != 0) memcpy(calls[rank].receive, result.data() + first, size);
     }
 }
 
@@ -217,6 +219,9 @@ std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 // Enters a call as a part of the exchange. True if it was the last one missing.
 bool add_call(Exchange& exchange, size_t part, const Call& call) {
     exchange.calls[part] = call;
+    Meeting::Part& own = exchange.meeting->parts[part];
+    own.reads = call.send, own.read_bytes = read_bytes(call, exchange.calls.size());
+    own.writes = call.receive, own.written_bytes = written_bytes(call, exchange.calls.size());
     if (++exchange.called == exchange.calls.size()) {
         exchange.meeting->act = [calls = exchange.calls] { carry_out(calls); };
     }

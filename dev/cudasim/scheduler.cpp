@@ -379,14 +379,8 @@ void run_block(Worker& w, Launch& launch, uint32_t index) {
 }  // namespace
 
 void run_kernel(Launch& launch) {
-    static uint32_t runs = 1;  // kernels run one at a time
     const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
-    if (runs + blocks > max_runs) {
-        forget_touches();
-        runs = 1;
-    }
-    launch.first_run = runs;
-    runs += blocks;
+    launch.first_run = take_runs(blocks, launch.kernel);
     std::vector<uint32_t> order(blocks);
     for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
     Random random{seed() ^ launch.number << 20};

@@ -29,6 +29,8 @@ struct Operation {
     std::vector<std::shared_ptr<Operation>> after;  // empty once it has run
     bool done = false;
     bool needed = false;  // by what a host thread waits for
+    size_t stream = 0;    // its number
+    Clock clock = {};     // what comes before it, and itself
     std::chrono::steady_clock::time_point time;
 };
 using OperationRef = std::shared_ptr<Operation>;
@@ -38,8 +40,10 @@ using OperationRef = std::shared_ptr<Operation>;
 using cudasim::OperationRef;
 
 struct CUstream_st {
+    size_t number;
     int device;
     bool blocking;  // ordered with the legacy default stream
+    uint32_t pushed = 0;
     std::deque<OperationRef> queue = {};
     OperationRef last = nullptr;
 };
@@ -58,6 +62,8 @@ struct Queues {
     uint64_t changes = 0;
     std::vector<CUstream_st*> legacy;  // cudaStream_t 0 of each device
     std::vector<CUstream_st*> streams;
+    size_t streams_made = 0, pushed = 0;
+    Clock host_clock;  // what the host has waited for
     Random random{0};
     uint64_t random_seed = ~uint64_t{0};
 };
@@ -71,10 +77,15 @@ Lock lock() { return Lock(queues().mutex); }
 
 thread_local bool runs_operation = false;
 
+CUstream_st* make_stream(int device, bool blocking) {
+    Queues& q = queues();
+    return q.streams.emplace_back(new CUstream_st{q.streams_made++, device, blocking});
+}
+
 CUstream_st& legacy_stream(int device) {
     Queues& q = queues();
     while (q.legacy.size() <= static_cast<size_t>(device)) {
-        q.legacy.push_back(q.streams.emplace_back(new CUstream_st{static_cast<int>(q.legacy.size()), true}));
+        q.legacy.push_back(make_stream(static_cast<int>(q.legacy.size()), true));
     }
     return *q.legacy[static_cast<size_t>(device)];
 }
@@ -116,6 +127,11 @@ bool can_proceed(const Operation& operation) {
 }
 
 void take_place(Meeting& meeting) {
+    for (const Meeting::Part& part : meeting.parts) {
+        begin_operation(meeting.name, part.operation->stream, part.operation->clock);
+        will_read(part.reads, part.read_bytes, meeting.name);
+        will_write(part.writes, part.written_bytes, meeting.name);
+    }
     meeting.act();
     meeting.took_place = true;
     for (Meeting::Part& part : meeting.parts) {
@@ -133,7 +149,10 @@ void run_first(CUstream_st& stream) {
     }
     if (operation->meetings.empty()) {
         stream.queue.pop_front();
-        if (operation->work) operation->work();
+        if (operation->work) {
+            begin_operation(operation->name, operation->stream, operation->clock);
+            operation->work();
+        }
         operation->time = std::chrono::steady_clock::now();
         operation->done = true;
         operation->work = nullptr;
@@ -209,12 +228,28 @@ void wait_for_host_threads(Lock& lock) {
 }
 
 void run_until(Lock& lock, const OperationRef& target) {
-    if (target == nullptr || target->done) return;
+    if (target == nullptr) return;
     if (running() != nullptr) fault("a CUDA call that waits, inside of a kernel");
     mark_needed(target);
     while (!target->done) {
         if (!run_one(mode() == Mode::late)) wait_for_host_threads(lock);
     }
+    merge(queues().host_clock, target->clock);
+}
+
+// What comes before all that is queued now and later need not be remembered.
+void forget_old_operations() {
+    const Queues& q = queues();
+    Clock before_all = q.host_clock;
+    for (const CUstream_st* stream : q.streams) {
+        for (const OperationRef& operation : stream->queue) {
+            for (size_t i = 0; i < before_all.size(); ++i) {
+                before_all[i] =
+                    std::min(before_all[i], i < operation->clock.size() ? operation->clock[i] : 0);
+            }
+        }
+    }
+    forget_before(before_all);
 }
 
 OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::function<void()> work,
@@ -224,19 +259,27 @@ OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::f
     operation->name = name;
     operation->work = std::move(work);
     operation->lands_late = lands_late;
+    Queues& q = queues();
+    if (++q.pushed % 1024 == 0) forget_old_operations();
+    operation->stream = stream.number;
+    operation->clock = q.host_clock;
     const auto comes_after = [&](const OperationRef& before) {
-        if (before != nullptr && !before->done) operation->after.push_back(before);
+        if (before == nullptr) return;
+        merge(operation->clock, before->clock);
+        if (!before->done) operation->after.push_back(before);
     };
     comes_after(stream.last);
     comes_after(also_after);
     const CUstream_st& legacy = legacy_stream(stream.device);
     if (&stream == &legacy) {
-        for (const CUstream_st* other : queues().streams) {
+        for (const CUstream_st* other : q.streams) {
             if (other->blocking && other->device == stream.device) comes_after(other->last);
         }
     } else if (stream.blocking) {
         comes_after(legacy.last);
     }
+    if (operation->clock.size() <= stream.number) operation->clock.resize(stream.number + 1);
+    operation->clock[stream.number] = ++stream.pushed;
     stream.queue.push_back(operation);
     stream.last = operation;
     if (mode() == Mode::eager && !lands_late) {
@@ -358,6 +401,7 @@ static cudaError_t copy(Lock& lock, void* to, const void* from, size_t bytes, cu
     if (from_device) check_range(from, bytes, name);
     if (to_device && from_device) {
         push(stream, name, false, [=] {
+            record_access(from, bytes, false);
             will_write(to, bytes, name);
             copy_state(to, from, bytes);  // what was never written stays so
             memmove(to, from, bytes);
@@ -434,8 +478,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
     const Lock guard = lock();
     *stream = nullptr;
     if (device_count() == 0) return cudaErrorNoDevice;
-    *stream =
-        queues().streams.emplace_back(new CUstream_st{current_device(), flags != cudaStreamNonBlocking});
+    *stream = make_stream(current_device(), flags != cudaStreamNonBlocking);
     return cudaSuccess;
 }
 
@@ -459,10 +502,14 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 // A program that polls must see its work done some day: each question runs an operation.
 static cudaError_t query(const OperationRef& operation) {
-    if (operation == nullptr || operation->done) return cudaSuccess;
-    mark_needed(operation);
-    run_one(mode() == Mode::late);
-    return operation->done ? cudaSuccess : cudaErrorNotReady;
+    if (operation == nullptr) return cudaSuccess;
+    if (!operation->done) {
+        mark_needed(operation);
+        run_one(mode() == Mode::late);
+    }
+    if (!operation->done) return cudaErrorNotReady;
+    merge(queues().host_clock, operation->clock);
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {

@@ -647,9 +647,8 @@ struct TwoStreams {
 
 enum class Maker { kernel, copy, collective };
 
-// Doubles of 1..64, twice over the same memory: the second time a forgotten wait reads the first time's
-// values.
-std::vector<char> pass_between_streams(Maker maker, bool wait) {
+// A step on one stream writes 1..64 over older values; a step on another reads them.
+std::vector<float> pass_between_streams(Maker maker, bool wait) {
     TwoStreams s;
     float *x = to_device(std::vector<float>(64, -1.0f)), *y = device_array<float>(64),
           *z = to_device(ramp(64));
@@ -670,27 +669,103 @@ std::vector<char> pass_between_streams(Maker maker, bool wait) {
     const std::vector<float> result = to_host(y, 64);
     cudaDeviceSynchronize();
     cudaFree(x), cudaFree(y), cudaFree(z), cudaFreeHost(pinned);
-    std::vector<char> bytes(64 * sizeof(float));
-    memcpy(bytes.data(), result.data(), bytes.size());
-    return bytes;
+    return result;
 }
 
-TEST_F(CudaSim, ForgottenEventWaitsChangeResults) {
-    for (const Maker maker : {Maker::kernel, Maker::copy, Maker::collective}) {
-        EXPECT_TRUE(cudasim::same_over_seeds(9, [=] { return pass_between_streams(maker, true); }));
-        // The forgotten wait shows as wrong values, under some seed at least; late makers under every one.
-        int seen = 0;
-        std::vector<char> right(64 * sizeof(float));
-        memcpy(right.data(), ramp(64).data(), right.size());
-        EXPECT_EQ(pass_between_streams(maker, true), right);
-        for (uint64_t seed = 0; seed < 9; ++seed) {
-            cudasim::set_seed(seed);
-            const bool wrong = pass_between_streams(maker, false) != right;
-            seen += wrong;
-        }
-        cudasim::set_seed(0);
-        EXPECT_GE(seen, maker == Maker::kernel ? 3 : 9);
+// In whichever order the two ran.
+TEST_F(CudaSimDeathTest, ForgottenEventWaits) {
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+        SCOPED_TRACE(testing::Message() << "seed " << seed);
+        cudasim::set_seed(seed);
+        const auto expect_race = [](Maker maker, const std::string& name) {
+            EXPECT_EQ(pass_between_streams(maker, true), ramp(64));
+            EXPECT_DEATH(
+                pass_between_streams(maker, false),
+                "race between streams: (reads what " + name +
+                    " wrote|writes what kernel copy_kernel<float> read), and no event or wait orders");
+        };
+        expect_race(Maker::kernel, "kernel copy_kernel<float>");
+        expect_race(Maker::copy, "cudaMemcpy");
+        expect_race(Maker::collective, "ncclAllReduce");
     }
+    cudasim::set_seed(0);
+}
+
+// A copy to the host reads what a kernel on another stream writes next.
+TEST_F(CudaSimDeathTest, MemoryBelongsToTheCopyUntilItsEvent) {
+    const auto copy_and_reuse = [](bool wait) {
+        TwoStreams s;
+        float *x = to_device(ramp(64)), *y = to_device(std::vector<float>(64, 7.0f)), *pinned = nullptr;
+        cudaMallocHost(&pinned, 64 * sizeof(float));
+        cudaMemcpyAsync(pinned, x, 64 * sizeof(float), cudaMemcpyDeviceToHost, s.first);
+        s.second_waits_for_first(wait);
+        start_on(s.second, copy_kernel<float>, 2, 32, 0, x, y, 64);
+        cudaStreamSynchronize(s.second);
+        cudaStreamSynchronize(s.first);
+        EXPECT_EQ(pinned[63], 64.0f);
+        cudaFree(x), cudaFree(y), cudaFreeHost(pinned);
+    };
+    copy_and_reuse(true);
+    EXPECT_DEATH(
+        copy_and_reuse(false),
+        "race between streams: (reads what kernel copy_kernel<float> wrote|writes what cudaMemcpy read)");
+}
+
+// Order by the host, by one stream, by a chain of events: no race. Nor are two readers, or two halves of
+// words.
+TEST_F(CudaSim, OrderedOperationsAreNoRaces) {
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+        cudasim::set_seed(seed);
+        TwoStreams s, t;
+        float *x = to_device(ramp(64)), *y = to_device(ramp(64));
+        start_on(s.first, copy_kernel<float>, 2, 32, 0, y, x, 64);
+        cudaStreamSynchronize(s.first);
+        start_on(s.second, copy_kernel<float>, 2, 32, 0, x, y, 64);
+        cudaEventRecord(s.event, s.second);
+        while (cudaEventQuery(s.event) != cudaSuccess) {
+        }
+        start_on(t.first, copy_kernel<float>, 2, 32, 0, y, x, 64);
+        t.second_waits_for_first(true);
+        cudaEventRecord(s.event, t.second);
+        cudaStreamWaitEvent(s.first, s.event);
+        start_on(s.first, copy_kernel<float>, 2, 32, 0, x, y, 64);
+        start_on(t.second, copy_kernel<float>, 1, 32, 0, device_array<float>(32), y, 32);
+        cudaMemsetAsync(x, 0, 100, s.first);
+        cudaDeviceSynchronize();
+        uint16_t *halves = device_array<uint16_t>(3), *source = to_device(std::vector<uint16_t>{1, 2, 3});
+        start_on(s.first, copy_kernel<uint16_t>, 1, 1, 0, halves, source, 1);
+        cudaMemcpyAsync(halves + 1, source + 1, 4, cudaMemcpyDeviceToDevice, s.second);
+        cudaDeviceSynchronize();
+        EXPECT_EQ(to_host(halves, 3), (std::vector<uint16_t>{1, 2, 3}));
+        cudaFree(x), cudaFree(y), cudaFree(halves), cudaFree(source);
+    }
+    cudasim::set_seed(0);
+}
+
+// Which of two streams is first is open, except to what must wait.
+TEST_F(CudaSim, StreamsRunInEitherOrder) {
+    const auto order = [](uint64_t seed, bool wait) {
+        cudasim::set_seed(seed);
+        TwoStreams s;
+        std::string text;
+        const auto append = [&text](cudaStream_t stream, char c) {
+            cudasim::enqueue(stream, "append", false, [&text, c] { text += c; });
+        };
+        append(s.first, 'a');
+        s.second_waits_for_first(wait);
+        append(s.second, 'b');
+        cudaStreamSynchronize(s.second);
+        cudaDeviceSynchronize();
+        return text;
+    };
+    int b_first = 0;
+    for (uint64_t seed = 0; seed < 9; ++seed) {
+        EXPECT_EQ(order(seed, true), "ab");
+        b_first += order(seed, false) == "ba";
+    }
+    cudasim::set_seed(0);
+    EXPECT_GE(b_first, 3);  // always where all is as late as can be
+    EXPECT_LE(b_first, 6);  // never where all is as soon as can be
 }
 
 // Into memory that is still fresh, a forgotten wait is a read of never-written memory.

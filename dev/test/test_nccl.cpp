@@ -491,4 +491,37 @@ TEST_F(NcclDeathTest, Memory) {
     EXPECT_DEATH(gather(25, 8, 2), "ncclAllGather: send and receive memory overlap");
 }
 
+// A sum is used on another stream, and the memory that was sent is written again: after the event, or not.
+enum class Forgotten { nothing, wait_before_use, wait_before_reuse };
+void use_and_reuse(Forgotten forgotten) {
+    run_ranks([=](Rank& r) {
+        const DeviceArray<float> gradient(std::vector<float>(32, 1.0f)), next(std::vector<float>(32, 100.0f)),
+            sum(std::vector<float>(32, -1.0f)), used(32);
+        ncclAllReduce(gradient.memory, sum.memory, 32, ncclFloat32, ncclSum, r.comm, r.stream);
+        cudaEventRecord(r.event, r.stream);
+        if (forgotten == Forgotten::wait_before_use) copy_on(r.compute, used.memory, sum.memory, 32);
+        if (forgotten == Forgotten::wait_before_reuse) copy_on(r.compute, gradient.memory, next.memory, 32);
+        cudaStreamWaitEvent(r.compute, r.event);
+        copy_on(r.compute, used.memory, sum.memory, 32);
+        copy_on(r.compute, gradient.memory, next.memory, 32);
+        cudaStreamSynchronize(r.compute);
+        EXPECT_EQ(used.to_host(), std::vector<float>(32, float{ranks}));
+    });
+}
+
+TEST_F(NcclDeathTest, ForgottenEventWaits) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+        SCOPED_TRACE(testing::Message() << "seed " << seed);
+        cudasim::set_seed(seed);
+        use_and_reuse(Forgotten::nothing);
+        EXPECT_DEATH(
+            use_and_reuse(Forgotten::wait_before_use),
+            "race between streams: (writes what kernel copy_kernel read|reads what ncclAllReduce wrote)");
+        EXPECT_DEATH(
+            use_and_reuse(Forgotten::wait_before_reuse),
+            "race between streams: (reads what kernel copy_kernel wrote|writes what ncclAllReduce read)");
+    }
+    cudasim::set_seed(0);
+}
+
 }  // namespace
