@@ -195,11 +195,19 @@ void read_value(uint64_t value[2], const void* address, size_t bytes) {
     }
 }
 
+bool is_atomic(const void* address, Launch& launch) {
+    if (!launch.has_atomics) return false;
+    const std::lock_guard lock(launch.atomics_mutex);
+    return launch.atomics.contains(address);
+}
+
 void look_again(const RecentLoad& load) {
     uint64_t value[2];
     read_value(value, load.address, load.bytes);
-    if (value[0] != load.value[0] || value[1] != load.value[1])
-        record(load.address, load.bytes, true, *running());
+    if (value[0] == load.value[0] && value[1] == load.value[1]) return;
+    // Atomic operations of other blocks may have changed it.
+    if (is_atomic(load.address, *running()->block->launch)) return;
+    record(load.address, load.bytes, true, *running());
 }
 
 void remember(const void* address, size_t bytes) {
@@ -322,11 +330,16 @@ void check_access(const void* address, size_t bytes, bool write) {
 }
 
 void check_atomic(const void* address, size_t bytes) {
+    if (running() == nullptr) fault("an atomic operation outside of a kernel");
     if (__asan_region_is_poisoned(const_cast<void*>(address), bytes) != nullptr) {
         fault("out of bounds: atomic operation at %s", describe_address(address).c_str());
     }
     if (in_region(address)) demand_written(region.state + region_offset(address), address, bytes);
-    note_hidden_stores();  // or what this operation changes would be taken for a plain store
+    note_hidden_stores();  // what changes from here on may be the work of atomic operations
+    Launch& launch = *running()->block->launch;
+    const std::lock_guard lock(launch.atomics_mutex);
+    launch.atomics.insert(address);
+    launch.has_atomics = true;
 }
 
 void note_hidden_stores() {

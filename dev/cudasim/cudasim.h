@@ -132,6 +132,11 @@ void leave(const Attendance& attendance);
 void will_read(const void* device, size_t bytes, const char* name);
 void will_write(void* device, size_t bytes, const char* name);
 
+// Forbids a part of an allocation from here on: the gap behind a tensor in an arena. The gap may begin at any
+// byte, and must end at a multiple of 8. In programs that do not know of the simulator, AddressSanitizer's
+// ASAN_POISON_MEMORY_REGION does the same, and there for host memory too.
+void guard_gap(void* device, size_t bytes);
+
 bool is_device_memory(const void* address);
 
 // ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -61,6 +63,9 @@ struct Launch {
     uint64_t number = 0;                // counts launches: part of the seed of their orders
     uint32_t first_run = 0;             // block i has run number first_run + i
     std::atomic<bool> fenced = false;   // some thread called __threadfence
+    std::atomic<bool> has_atomics = false;
+    std::mutex atomics_mutex;
+    std::set<const void*> atomics = {};  // addresses of atomic operations so far
 };
 
 // Runs all blocks; returns when the last one has finished.

@@ -10,7 +10,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -39,6 +38,8 @@ struct Heap {
     std::map<uintptr_t, size_t> pinned;                      // live pinned host memory
     size_t end = shared_span + guard, usable = shared_span;  // offsets: next free byte, end of usable pages
     std::map<int, size_t> in_use;                            // bytes, of each device
+    std::vector<size_t> free_slots;                          // of shared memory, whose OS threads have ended
+    size_t slots = 0;
 };
 Heap& heap() {
     static Heap instance;
@@ -128,6 +129,11 @@ void check_range(const void* memory, size_t bytes, const char* name) {
     }
 }
 
+void guard_gap(void* device, size_t bytes) {
+    check_range(device, bytes, "guard_gap");
+    make_unreachable(device, bytes);
+}
+
 void will_read(const void* device, size_t bytes, const char* name) {
     check_range(device, bytes, name);
     if (bytes == 0) return;
@@ -164,23 +170,42 @@ struct SharedArena {
     char* base = nullptr;
     std::vector<Piece> pieces;  // of the running block
     size_t limit = 0;           // what the launch gave
+
+    void open();
+    void clear();
+    ~SharedArena();
 };
 thread_local SharedArena shared_arena;
+
+void SharedArena::open() {
+    Heap& h = heap();
+    const std::lock_guard lock(h.mutex);
+    if (h.free_slots.empty()) h.free_slots.push_back(h.slots++);
+    const size_t slot = h.free_slots.back();
+    h.free_slots.pop_back();
+    if ((slot + 1) * shared_arena_bytes > shared_span) fault("more than %zu OS threads run blocks", slot);
+    base = region.base + slot * shared_arena_bytes;
+    open_pages(base, shared_arena_bytes);
+}
+
+void SharedArena::clear() {
+    for (const Piece& piece : pieces) make_unreachable(piece.start, round_up(piece.bytes, 8));
+    pieces.clear();
+}
+
+SharedArena::~SharedArena() {
+    if (base == nullptr) return;
+    clear();
+    const std::lock_guard lock(heap().mutex);
+    heap().free_slots.push_back(region_offset(base) / shared_arena_bytes);
+}
 
 }  // namespace
 
 void begin_shared_memory(size_t limit) {
-    static std::atomic<size_t> arenas{0};
-    SharedArena& arena = shared_arena;
-    if (arena.base == nullptr) {
-        const size_t slot = arenas++;
-        if ((slot + 1) * shared_arena_bytes > shared_span) fault("more than %zu OS threads ran blocks", slot);
-        arena.base = region.base + slot * shared_arena_bytes;
-        open_pages(arena.base, shared_arena_bytes);
-    }
-    for (const Piece& piece : arena.pieces) make_unreachable(piece.start, round_up(piece.bytes, 8));
-    arena.pieces.clear();
-    arena.limit = limit;
+    if (shared_arena.base == nullptr) shared_arena.open();
+    shared_arena.clear();
+    shared_arena.limit = limit;
 }
 
 void* shared_memory(size_t bytes, size_t align, const void* after) {

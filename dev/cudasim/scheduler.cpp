@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
-#include <mutex>
 
 #include "memory.h"
 
@@ -47,17 +46,22 @@ struct Worker {
     Random random{0};
     bool scattered = false;  // see order_threads
     bool stuck = false;
+    bool ending = false;  // fibers shall end
     unsigned votes = 0, votes_at_last_barrier = 0;
 };
 
-// Workers outlive their OS threads: fibers that wait for work are never unwound.
+void end_fibers(Worker& w);
+
+// The worker of this OS thread, until that ends.
 Worker& worker() {
-    static std::mutex mutex;
-    static std::vector<std::unique_ptr<Worker>>& all = *new std::vector<std::unique_ptr<Worker>>;
+    struct Owner {
+        Worker worker;
+        ~Owner() { end_fibers(worker); }
+    };
     thread_local Worker* mine = nullptr;
-    if (mine == nullptr) {
-        const std::lock_guard lock(mutex);
-        mine = all.emplace_back(std::make_unique<Worker>()).get();
+    if (mine == nullptr) [[unlikely]] {
+        thread_local Owner owner;
+        mine = &owner.worker;
     }
     return *mine;
 }
@@ -88,6 +92,14 @@ void set_running(Thread* thread) {
 
 void run_threads(Worker& w);
 
+// The last thing a fiber does: back to the OS thread's own stack, never to return.
+boost::context::fiber leave_for_good(Worker& w) {
+    w.left = w.current;
+    w.current = &w.own;
+    __sanitizer_start_switch_fiber(nullptr, w.own.stack_bottom, w.own.stack_bytes);
+    return std::move(w.own.context);
+}
+
 Fiber& idle_fiber(Worker& w) {
     if (w.idle.empty()) {
         Fiber& fiber = *w.fibers.emplace_back(std::make_unique<Fiber>());
@@ -103,7 +115,7 @@ Fiber& idle_fiber(Worker& w) {
                                               allocator, [&w](boost::context::fiber&& came_from) {
                                                   arrived(w, std::move(came_from));
                                                   run_threads(w);
-                                                  return boost::context::fiber();  // never: see run_threads
+                                                  return leave_for_good(w);
                                               });
         return fiber;
     }
@@ -131,10 +143,10 @@ Fiber& next_fiber(Worker& w, Fiber* free) {
     return *thread.fiber;
 }
 
-// The life of a fiber: thread after thread, of block after block.
+// The life of a fiber: thread after thread, of block after block, until its worker ends.
 void run_threads(Worker& w) {
     Fiber& me = *w.current;
-    for (;;) {
+    while (!w.ending) {
         Thread& thread = *me.thread;
         set_running(&thread);
         w.block.launch->thread_body();
@@ -146,6 +158,14 @@ void run_threads(Worker& w) {
         if (&next == &me) continue;
         w.idle.push_back(&me);
         switch_to(w, next);
+    }
+}
+
+void end_fibers(Worker& w) {
+    w.ending = true;
+    for (const std::unique_ptr<Fiber>& fiber : w.fibers) {
+        fiber->thread = nullptr;
+        switch_to(w, *fiber);
     }
 }
 

@@ -60,7 +60,6 @@ void run_ranks_over_seeds(const std::function<void(Rank&)>& f) {
         cudasim::set_seed(seed);
         run_ranks(f);
     }
-    cudasim::set_seed(0);
 }
 
 template <typename Element>
@@ -150,6 +149,11 @@ class Nccl : public testing::Test {
 protected:
     static void SetUpTestSuite() { setenv("CUDASIM_DEVICES", "3", 1); }
     void SetUp() override { testing::FLAGS_gtest_death_test_style = "threadsafe"; }
+    void TearDown() override {
+        cudaDeviceSynchronize();
+        const char* seed = getenv("CUDASIM_SEED");
+        cudasim::set_seed(seed == nullptr ? 0 : strtoull(seed, nullptr, 10));
+    }
 };
 using NcclDeathTest = Nccl;
 
@@ -521,7 +525,6 @@ TEST_F(NcclDeathTest, ForgottenEventWaits) {
             use_and_reuse(Forgotten::wait_before_reuse),
             "race between streams: (reads what kernel copy_kernel wrote|writes what ncclAllReduce read)");
     }
-    cudasim::set_seed(0);
 }
 
 }  // namespace
