@@ -13,6 +13,7 @@
 #include "dev/test/reference.h"
 #include "kernels/kernels.h"
 #include "optim/grad_clip.h"
+#include "optim/loss_scaler.h"
 #include "optim/muon.h"
 #include "optim/newton_schulz.h"
 #include "optim/optimizer.h"
@@ -1247,6 +1248,45 @@ TEST(GradientNorm, ClipFactor) {
     EXPECT_FLOAT_EQ(clip_factor(1e30, 1.0), 1e-30f);
     EXPECT_EQ(clip_factor(1e30, 0.0), 1.0f);  // off
     EXPECT_TRUE(std::isnan(clip_factor(nan_value, 1.0)));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The loss scale, against what torch.amp.GradScaler's documentation promises: initial 2^16, doubled after
+// 2000 finite steps in a row, halved by each other one.
+
+TEST(LossScaler, GrowsAndBacksOff) {
+    LossScaler scaler;
+    EXPECT_EQ(scaler.scale, 65536.0f);
+    for (int step = 1; step < 2000; step++) loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 65536.0f);
+    loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 131072.0f);
+    for (int step = 0; step < 1999; step++) loss_scaler_update(scaler, true);
+    loss_scaler_update(scaler, false);  // the count starts again
+    EXPECT_EQ(scaler.scale, 65536.0f);
+    for (int step = 0; step < 1999; step++) loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 65536.0f);
+    loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 131072.0f);
+}
+
+TEST(LossScaler, StaysWithinItsBoundsAndComesBack) {
+    LossScaler scaler;
+    for (int step = 0; step < 1000; step++) loss_scaler_update(scaler, false);
+    EXPECT_EQ(scaler.scale, 1.0f);
+    EXPECT_FALSE(loss_scaler_can_back_off(scaler));
+    for (int step = 0; step < 2000; step++) loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 2.0f);
+    EXPECT_TRUE(loss_scaler_can_back_off(scaler));
+    for (int step = 0; step < 100 * 2000; step++) loss_scaler_update(scaler, true);
+    EXPECT_EQ(scaler.scale, 16777216.0f);
+}
+
+TEST(LossScaler, AFixedScaleStays) {
+    LossScaler scaler = loss_scaler_fixed(8);
+    for (int step = 0; step < 5000; step++) loss_scaler_update(scaler, step % 3 != 0);
+    EXPECT_EQ(scaler.scale, 8.0f);
+    EXPECT_FALSE(loss_scaler_can_back_off(scaler));
 }
 
 }  // namespace
