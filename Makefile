@@ -45,7 +45,7 @@ ifeq ($(BACKEND),cuda)
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
-    TESTS += test_fused_linear
+    TESTS += test_instructions test_fused_linear
     LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
 endif
 ifeq ($(BACKEND),sim)
@@ -56,7 +56,7 @@ ifeq ($(BACKEND),sim)
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
     simulator_tests := test_cudasim test_cublaslt test_nccl
-    TESTS += $(simulator_tests) test_fused_linear
+    TESTS += $(simulator_tests) test_instructions test_fused_linear
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 
@@ -101,11 +101,14 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)
 	$(LINK) $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LIBS) $(LDFLAGS)
 $(BUILD)/dev/bench/%.o: FLAGS += $(if $(OPENBLAS),-DHAVE_OPENBLAS -isystem $(wildcard /usr/include/*/openblas-openmp))
 
-# A .cu file is CUDA only in kernels/cuda/ and only for nvcc; to the host compiler it is C++.
+# A .cu file is CUDA only below a folder and only for nvcc; to the host compiler it is C++.
 COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(CXX) $(CXXFLAGS) $(FLAGS) $(instrument)
 ifeq ($(BACKEND),cuda)
+NVCC_COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(NVCC) $(NVCC_FLAGS) -c -o $@ $<
 $(BUILD)/kernels/cuda/%.o: kernels/cuda/%.cu
-	@mkdir -p $(@D) && echo "compile $<" && $(NVCC) $(NVCC_FLAGS) -c -o $@ $<
+	$(NVCC_COMPILE)
+$(BUILD)/dev/test/%.o: dev/test/%.cu
+	$(NVCC_COMPILE)
 endif
 $(BUILD)/%.o: %.cu
 	$(COMPILE) -x c++ -c -o $@ $<

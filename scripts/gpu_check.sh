@@ -26,6 +26,7 @@ done
 [ "$size" = gpt2 ] || [ "$size" = tiny ] || { echo "gpu_check.sh: --size $size: gpt2 or tiny" >&2; exit 1; }
 mkdir -p "$out" || exit 1
 programs=${prebuilt:-build/cuda}
+cuda_tests="test_instructions test_fused_linear"
 
 # One step: its name, then a command. Its output goes to a file; what it came to, to the report.
 report="" steps_json="" failed=0
@@ -78,14 +79,14 @@ finish() {
 if [ -z "$prebuilt" ]; then
     step_limit=600 step build make -j"$(nproc)" BACKEND=cuda program tests build/cuda/bench_ops || finish
 else
-    for program in train_gpt test_cuda test_kernels test_gpt bench_ops; do
+    for program in train_gpt $cuda_tests test_kernels test_gpt bench_ops; do
         [ -x "$programs/$program" ] || { echo "gpu_check.sh: --prebuilt $prebuilt: has no $program" >&2; exit 1; }
     done
 fi
 if command -v nvidia-smi >/dev/null; then step machine nvidia-smi; else skip machine "no nvidia-smi"; fi
 
-# The instructions of ptx.cuh against the tables of the PTX ISA; which attention kernel ran.
-step instructions "$programs/test_cuda" --gtest_brief=1
+# First the instructions of ptx.cuh, against the tables of the PTX ISA.
+for program in $cuda_tests; do step "$program" "$programs/$program" --gtest_brief=1; done
 few=${GPU_CHECK_FILTER:-*}  # the simulator, at thousandths of a GPU's speed, runs a few tests only
 step op_suite "$programs/test_kernels" --gtest_brief=1 --gtest_filter="$few"
 step model "$programs/test_gpt" --gtest_brief=1 --gtest_filter="${GPU_CHECK_MODEL_FILTER:-*Golden*}"
