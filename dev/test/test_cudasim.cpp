@@ -454,6 +454,26 @@ TEST_F(CudaSim, ResultsThatDependOnTheOrderAreSeenOverSeeds) {
     cudaFree(order), cudaFree(ticket);
 }
 
+// The block that draws the last ticket adds up what all have written: that needs a fence.
+__global__ void last_block_kernel(float* sum, float* parts, unsigned* ticket, bool fence) {
+    parts[blockIdx.x] = static_cast<float>(blockIdx.x);
+    if (fence) __threadfence();
+    if (atomicAdd(ticket, 1) < gridDim.x - 1) return;
+    *sum = 0.0f;
+    for (unsigned i = 0; i < gridDim.x; ++i) *sum += parts[i];
+}
+
+TEST_F(CudaSimDeathTest, BlocksHandDataOnAfterAFence) {
+    float *sum = device_array<float>(1), *parts = device_array<float>(8);
+    unsigned* ticket = to_device(std::vector<unsigned>{0});
+    run(last_block_kernel, 8, 1, 0, sum, parts, ticket, true);
+    EXPECT_EQ(to_host(sum, 1)[0], 28.0f);
+    cudaMemset(ticket, 0, sizeof(unsigned));
+    EXPECT_DEATH(run(last_block_kernel, 8, 1, 0, sum, parts, ticket, false),
+                 "last_block_kernel.*race: reads what thread number 0 of block number . wrote");
+    cudaFree(sum), cudaFree(parts), cudaFree(ticket);
+}
+
 // A plain look at a counter is not taken for a part of the atomic operation on it that follows.
 __global__ void count_kernel(unsigned* counter, unsigned limit) {
     if (*counter < limit) atomicAdd(counter, 1);
