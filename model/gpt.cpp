@@ -51,31 +51,36 @@ bool gpt_preset(const std::string& name, GptConfig& config) {
     return false;
 }
 
-void gpt_check(const GptConfig& config) {
+void gpt_check(const GptConfig& config, const std::string& path) {
     // Generous limits, within which no product of sizes in this file can overflow 64 bits. Token ids are int.
     struct Limit {
-        const char* option;
+        const char *option, *key;
         size_t value, most;
     };
     const Limit limits[] = {
-        {"--layers", config.layers, 10'000},          {"--heads", config.heads, size_t{1} << 20},
-        {"--channels", config.channels, 1 << 20},     {"--seq-len", config.seq_len, size_t{1} << 30},
-        {"--vocab-size", config.vocab_size, INT_MAX},
+        {"--layers", "n_layer", config.layers, 10'000},
+        {"--heads", "n_head", config.heads, size_t{1} << 20},
+        {"--channels", "n_embd", config.channels, size_t{1} << 20},
+        {"--seq-len", "n_positions", config.seq_len, size_t{1} << 30},
+        {"--vocab-size", "vocab_size", config.vocab_size, INT_MAX},
     };
+    const std::string source = path.empty() ? "" : path + ": ";
+    std::string sizes;
     for (const Limit& limit : limits) {
+        const std::string size =
+            std::string(path.empty() ? limit.option : limit.key) + " " + std::to_string(limit.value);
         if (limit.value < 1 || limit.value > limit.most)
-            fail("%s %zu: must be 1 to %zu", limit.option, limit.value, limit.most);
+            fail("%s%s: must be 1 to %zu", source.c_str(), size.c_str(), limit.most);
+        sizes += (sizes.empty() ? "" : ", ") + size;
     }
     if (config.channels % config.heads != 0) {
-        fail("--heads %zu does not divide --channels %zu: every head has the same number of channels",
-             config.heads, config.channels);
+        fail("%s%s: every head has the same number of channels, but %zu does not divide %zu", source.c_str(),
+             sizes.c_str(), config.heads, config.channels);
     }
     const size_t parameters = gpt_parameter_count(gpt_parameter_table(config));
     if (parameters > size_t{1} << 40) {
-        fail(
-            "--layers %zu --channels %zu --seq-len %zu --vocab-size %zu: %zu parameters, %zu bytes in fp32; "
-            "at most 2^40 parameters",
-            config.layers, config.channels, config.seq_len, config.vocab_size, parameters, 4 * parameters);
+        fail("%s%s: %zu parameters, %zu bytes in fp32; at most 2^40 parameters", source.c_str(),
+             sizes.c_str(), parameters, 4 * parameters);
     }
 }
 
@@ -103,20 +108,49 @@ ParameterTable gpt_parameter_table(const GptConfig& config) {
     size_t offset = 0;
     const auto add = [&](Parameter parameter) {
         parameter.offset = offset;
-        offset += round_up(parameter.size(), 64);
+        offset += aligned_elements(parameter.size());
         table.push_back(std::move(parameter));
     };
     const auto add_embedding = [&](const std::string& name, size_t rows, size_t used_rows,
                                    ParameterGroup group) {
-        add({name, rows, C, used_rows, 0, Initializer::normal, std, true, group, false, {{"", 0, rows}}});
+        add({.name = name,
+             .rows = rows,
+             .cols = C,
+             .used_rows = used_rows,
+             .offset = 0,
+             .initializer = Initializer::normal,
+             .init_std = std,
+             .weight_decay = true,
+             .group = group,
+             .conv1d = false,
+             .blocks = {{"", 0, rows}}});
     };
     const auto add_matrix = [&](const std::string& name, size_t rows, size_t cols, float init_std,
                                 const std::vector<Block>& blocks) {
-        add({name, rows, cols, rows, 0, Initializer::normal, init_std, true, ParameterGroup::muon, true,
-             blocks});
+        add({.name = name,
+             .rows = rows,
+             .cols = cols,
+             .used_rows = rows,
+             .offset = 0,
+             .initializer = Initializer::normal,
+             .init_std = init_std,
+             .weight_decay = true,
+             .group = ParameterGroup::muon,
+             .conv1d = true,
+             .blocks = blocks});
     };
     const auto add_vector = [&](const std::string& name, size_t size, Initializer initializer) {
-        add({name, 1, size, 1, 0, initializer, 0, false, ParameterGroup::adamw_scalar, false, {{"", 0, 1}}});
+        add({.name = name,
+             .rows = 1,
+             .cols = size,
+             .used_rows = 1,
+             .offset = 0,
+             .initializer = initializer,
+             .init_std = 0,
+             .weight_decay = false,
+             .group = ParameterGroup::adamw_scalar,
+             .conv1d = false,
+             .blocks = {{"", 0, 1}}});
     };
     const auto add_layernorm = [&](const std::string& name) {
         add_vector(name + ".weight", C, Initializer::ones);

@@ -28,8 +28,9 @@ struct GptConfig {
 // False for any other name.
 bool gpt_preset(const std::string& name, GptConfig& config);
 
-// Fails, naming the options, on sizes that make no model (a zero, channels not a multiple of heads, ...).
-void gpt_check(const GptConfig& config);
+// Fails on sizes that make no model (a zero, channels not a multiple of heads, ...), naming the options, or,
+// where the sizes come from a config.json, its path and keys.
+void gpt_check(const GptConfig& config, const std::string& path = "");
 
 // The parameter table: wte, wpe, the layers' twelve tensors each, ln_f, and lm_head where untied.
 // GPT-2 initialisation: normal(0, 0.02), residual projections 0.02/sqrt(2 layers), biases 0, gains 1.

@@ -26,7 +26,7 @@ const std::string prefix = "transformer.";
 size_t read_size(const json& config, const char* key, const std::string& path) {
     if (!config.contains(key)) fail("%s: has no %s", path.c_str(), key);
     const json& value = config[key];
-    if (!value.is_number_unsigned() || value.get<uint64_t>() < 1 || value.get<uint64_t>() > INT32_MAX) {
+    if (!value.is_number_unsigned()) {
         fail("%s: %s is %s, not a size", path.c_str(), key, escaped(value).c_str());
     }
     return value.get<size_t>();
@@ -123,9 +123,6 @@ GptConfig huggingface_read_config(const std::string& folder) {
     result.channels = read_size(config, "n_embd", path);
     result.layers = read_size(config, "n_layer", path);
     result.heads = read_size(config, "n_head", path);
-    if (result.channels % result.heads != 0) {
-        fail("%s: n_embd %zu is not a multiple of n_head %zu", path.c_str(), result.channels, result.heads);
-    }
     require(config, "activation_function", {"gelu_new", "gelu_pytorch_tanh"}, path);
     require(config, "n_inner", {4 * result.channels, nullptr}, path);
     require(config, "layer_norm_epsilon", {1e-5}, path);
@@ -134,6 +131,7 @@ GptConfig huggingface_read_config(const std::string& folder) {
     require(config, "add_cross_attention", {false}, path);
     require(config, "tie_word_embeddings", {true, false}, path);
     result.tied_head = config.value("tie_word_embeddings", true);
+    gpt_check(result, path);
     return result;
 }
 

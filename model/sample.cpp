@@ -12,25 +12,28 @@
 void sample_check(const SampleConfig& config) {
     if (!std::isfinite(config.temperature) || config.temperature < 0)
         fail("--temperature %g: must be 0 (greedy) or a positive number", config.temperature);
-    if (!(config.top_p >= 0 && config.top_p <= 1)) fail("--top-p %g: must be 0 to 1", config.top_p);
+    if (!(config.top_p > 0 && config.top_p <= 1))
+        fail("--top-p %g: must be above 0 and at most 1", config.top_p);
 }
 
 int sample_token(const float* logits, size_t V, const SampleConfig& config, double u) {
-    // A token with a logit of minus infinity, or NaN, is never drawn.
+    // A token with a logit of minus infinity is never drawn.
     constexpr float infinity = std::numeric_limits<float>::infinity();
     std::vector<int> ids;
     int best = -1;
     for (size_t i = 0; i < V; i++) {
-        if (!(logits[i] > -infinity)) continue;
+        if (std::isnan(logits[i]))
+            fail("sampling: the logit of token %zu is NaN: the weights are damaged", i);
+        if (logits[i] == -infinity) continue;
         ids.push_back(static_cast<int>(i));
         if (best < 0 || logits[i] > logits[best]) best = ids.back();
     }
-    if (best < 0) return 0;  // no token is possible
+    if (best < 0) fail("sampling: every logit is minus infinity: the weights are damaged");
     const double largest = logits[best];
     if (config.temperature == 0 || largest == infinity) return best;
 
     const bool cut_k = config.top_k > 0 && config.top_k < ids.size();
-    const bool cut_p = config.top_p > 0 && config.top_p < 1;
+    const bool cut_p = config.top_p < 1;
     const auto likelier = [&](int a, int b) {
         return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
     };

@@ -11,14 +11,15 @@
 struct SampleConfig {
     double temperature = 1.0;  // 0 = greedy: the largest logit, the lowest id among equals
     size_t top_k = 0;          // keep the k likeliest; 0 or >= V: off
-    double top_p = 1.0;  // keep the smallest set that has probability p (Holtzman et al. 2019); 0, 1: off
+    double top_p = 1.0;        // keep the smallest set that has probability p (Holtzman et al. 2019); 1: off
     uint64_t seed = 0;
 };
 
-// Fails, naming the option, on a negative or non-finite temperature, top_p outside [0, 1].
+// Fails, naming the option, on a negative or non-finite temperature, top_p outside (0, 1].
 void sample_check(const SampleConfig& config);
 
-// The token that u, uniform in [0, 1), picks from the logits (V) under the config. Always in [0, V).
+// The token that u, uniform in [0, 1), picks from the logits (V) under the config. Always in [0, V). Fails on
+// a NaN among the logits, and where all are minus infinity: then no token has a probability.
 int sample_token(const float* logits, size_t V, const SampleConfig& config, double u);
 
 // Continues the prompt by `count` tokens, calling on_token with each. The context is the last model.T tokens:

@@ -11,20 +11,6 @@
 
 namespace {
 
-void check_config(const OptimizerConfig& config) {
-    // The comparisons are written so that a NaN is illegal.
-    const auto require = [](bool legal, const char* option, float value, const char* rule) {
-        if (!legal) fail("%s %g: must be %s", option, static_cast<double>(value), rule);
-    };
-    const auto is_average = [](float beta) { return beta >= 0.0f && beta < 1.0f; };
-    require(config.weight_decay >= 0.0f && std::isfinite(config.weight_decay), "--weight-decay",
-            config.weight_decay, "finite and not negative");
-    require(is_average(config.beta1), "--beta1", config.beta1, "in [0, 1)");
-    require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
-    require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
-    require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
-}
-
 // A row in no block would never be updated, one in two blocks updated twice.
 void check_blocks(const Parameter& parameter) {
     size_t row = 0;
@@ -35,9 +21,6 @@ void check_blocks(const Parameter& parameter) {
     if (row != parameter.rows)
         fail("%s: its blocks do not tile its %zu rows", parameter.name.c_str(), parameter.rows);
 }
-
-// State vectors start where vector loads like it, as tensors do in their arenas.
-size_t aligned(size_t elements) { return (elements + 63) / 64 * 64; }
 
 std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
     std::vector<std::vector<size_t>> batches;
@@ -60,8 +43,22 @@ std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<Optimi
 
 }  // namespace
 
+void optimizer_check(const OptimizerConfig& config) {
+    // The comparisons are written so that a NaN is illegal.
+    const auto require = [](bool legal, const char* option, float value, const char* rule) {
+        if (!legal) fail("%s %g: must be %s", option, static_cast<double>(value), rule);
+    };
+    const auto is_average = [](float beta) { return beta >= 0.0f && beta < 1.0f; };
+    require(config.weight_decay >= 0.0f && std::isfinite(config.weight_decay), "--weight-decay",
+            config.weight_decay, "finite and not negative");
+    require(is_average(config.beta1), "--beta1", config.beta1, "in [0, 1)");
+    require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
+    require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
+    require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
+}
+
 Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table) {
-    check_config(config);
+    optimizer_check(config);
     Optimizer optimizer;
     optimizer.config = config;
     optimizer.newton_schulz = newton_schulz_set(config.muon_ns, config.muon_ns_steps);
@@ -70,7 +67,7 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
         const bool muon = config.kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
         for (const Block& block : parameter.blocks) {
             const OptimizerSlot slot{&parameter, block, muon, nullptr, nullptr};
-            optimizer.state_elements += (muon ? 1 : 2) * aligned(slot.size());
+            optimizer.state_elements += (muon ? 1 : 2) * aligned_elements(slot.size());
             optimizer.slots.push_back(slot);
         }
     }
@@ -87,10 +84,10 @@ Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& 
     float* next = optimizer.state;
     for (OptimizerSlot& slot : optimizer.slots) {
         slot.first = next;
-        next += aligned(slot.size());
+        next += aligned_elements(slot.size());
         if (slot.muon) continue;
         slot.second = next;
-        next += aligned(slot.size());
+        next += aligned_elements(slot.size());
     }
     return optimizer;
 }

@@ -57,6 +57,9 @@ struct Optimizer {
     uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
 };
 
+// Fails, naming the option, on a decay, average or epsilon out of range.
+void optimizer_check(const OptimizerConfig& config);
+
 // The optimizer without its memory: which slot is whose, and how much state and workspace it takes. `table`
 // must outlive it. Fails, naming the option, on illegal settings, and on a table whose blocks do not tile
 // their tensors.

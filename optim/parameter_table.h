@@ -37,8 +37,12 @@ struct Parameter {
 
 using ParameterTable = std::vector<Parameter>;
 
+// A tensor or state vector with the gap after it: the next one starts at a multiple of 64 elements, where
+// vector loads like it.
+constexpr size_t aligned_elements(size_t elements) { return (elements + 63) / 64 * 64; }
+
 // Elements of an arena that holds the whole table, alignment gaps included.
 inline size_t table_elements(const ParameterTable& table) {
     const Parameter& last = table.back();
-    return (last.offset + last.size() + 63) / 64 * 64;
+    return aligned_elements(last.offset + last.size());
 }
