@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "cli/console.h"    // boxed_table, console_step
+#include "cli/console.h"    // boxed_table, console_step, console_error
 #include "cli/options.h"    // TrainOptions, parse_train
 #include "cli/run_log.h"    // log.jsonl, main.log
 #include "cli/version.h"    // git_commit
@@ -64,17 +64,21 @@ template <typename Storage>
 struct Run {
     TrainOptions options;
     json values;  // the options, for the log and checkpoints
+    bool warmup_given = false;
     Stream* stream = nullptr;
     RunLog log;
     Console console;
     Tokenizer tokenizer;  // empty where none is known
     std::string tokenizer_path;
-    Loader train, val;  // val.files is empty without --val-data
+    std::vector<int> prompt;  // what samples start with
+    Loader train, val;        // val.files is empty without --val-data
     Gpt<Storage> model;
     Optimizer optimizer;
     double* norm_sums = nullptr;  // device, one a block
     size_t T = 0;                 // tokens a row
     size_t micro_batches_per_step = 0;
+    bool resumed = false;
+    std::string last_checkpoint;       // its folder; "" before the first
     uint64_t first_step = 0;           // steps that an earlier run has done
     uint64_t step = 0;                 // optimizer steps done
     uint64_t micro_batches = 0;        // read so far: the position in the data
@@ -89,10 +93,29 @@ struct Run {
 // Set-up
 
 // The tokenizer's end-of-text id; without a tokenizer, GPT-2's where the vocabulary is GPT-2's, else 0.
-template <typename Storage>
-int end_of_text(const Run<Storage>& run) {
-    if (run.tokenizer.end_of_text >= 0) return run.tokenizer.end_of_text;
-    return run.model.config.vocab_size == 50257 ? 50256 : 0;
+int end_of_text(const Tokenizer& tokenizer, const GptConfig& config) {
+    if (tokenizer.end_of_text >= 0) return tokenizer.end_of_text;
+    return config.vocab_size == 50257 ? 50256 : 0;
+}
+
+// Every id that a tokenizer makes must be one of the model's. A model may have more: a vocabulary is often
+// rounded up.
+void check_tokenizer(const Tokenizer& tokenizer, const std::string& path, const GptConfig& config) {
+    if (tokenizer.vocab_size() <= config.vocab_size) return;
+    fail("--tokenizer %s: has %zu token ids, but the model has only %zu", path.c_str(),
+         tokenizer.vocab_size(), config.vocab_size);
+}
+
+// The ids that sampling starts with: those of the text that `flag` gave, or end-of-text without any.
+std::vector<int> prompt_ids(const std::string& flag, const std::string& text, const Tokenizer& tokenizer,
+                            const std::string& tokenizer_path, const GptConfig& config) {
+    if (text.empty()) return {end_of_text(tokenizer, config)};
+    if (tokenizer_path.empty()) fail("%s: no tokenizer is known; give one with --tokenizer", flag.c_str());
+    if (!tokenizer.obstacle.empty()) {
+        fail("%s: cannot be encoded: %s %s; this program encodes text with byte tokenizers only",
+             flag.c_str(), tokenizer_path.c_str(), tokenizer.obstacle.c_str());
+    }
+    return encode(tokenizer, text);
 }
 
 // PREFIX_tokenizer.json beside shards PREFIX_train_000.bin, as `tokenize` writes it; "" where there is none.
@@ -134,9 +157,9 @@ GptConfig choose_config(const TrainOptions& o, const std::string& checkpoint, co
     return config;
 }
 
-// Micro-batches of a step and steps of the run, from the options and the data.
+// Micro-batches of a step, steps of the run and its warm-up, from the options and the data.
 template <typename Storage>
-void plan_steps(Run<Storage>& run, bool warmup_given) {
+void plan_steps(Run<Storage>& run) {
     TrainOptions& o = run.options;
     const size_t micro_tokens = o.batch_size * run.T;
     if (o.tokens_per_step % micro_tokens != 0) {
@@ -159,7 +182,7 @@ void plan_steps(Run<Storage>& run, bool warmup_given) {
         }
     }
     o.schedule.steps = o.steps;
-    if (!warmup_given) o.schedule.warmup = std::min(o.schedule.warmup, o.steps / 10);
+    if (!run.warmup_given) o.schedule.warmup = std::min(o.schedule.warmup, o.steps / 10);
     if (o.schedule.warmup > o.steps) {
         fail("--warmup %zu: longer than the run of %zu steps", o.schedule.warmup, o.steps);
     }
@@ -239,15 +262,18 @@ std::string ownership_table(const Run<Storage>& run) {
             without_layer(p.name) + (slot.block.name.empty() ? "" : " (" + slot.block.name + ")");
         const auto same =
             std::find_if(rows.begin() + 1, rows.end(), [&](const auto& row) { return row[0] == name; });
+        // Rows that only pad a table are no parameters, but have state.
+        const size_t rows_used = std::min(slot.block.rows, p.used_rows - slot.block.first_row);
+        const size_t parameters = rows_used * p.cols;
         const size_t state = slot.size() * sizeof(float) * (slot.second != nullptr ? 2 : 1);
         if (same == rows.end()) {
             rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
-                            std::to_string(slot.block.rows) + " x " + std::to_string(p.cols),
-                            std::to_string(slot.size()), p.weight_decay ? "yes" : "no",
+                            std::to_string(rows_used) + " x " + std::to_string(p.cols),
+                            std::to_string(parameters), p.weight_decay ? "yes" : "no",
                             std::to_string(state)});
         } else {
             add((*same)[2], 1);
-            add((*same)[4], slot.size());
+            add((*same)[4], parameters);
             add((*same)[6], state);
         }
     }
@@ -269,69 +295,94 @@ std::string memory_table(const Run<Storage>& run) {
     });
 }
 
-// Opens everything a run needs, or resumes it. The order is cheap checks first: a bad option or data file is
-// found before memory is taken.
-template <typename Storage>
-Run<Storage> set_up(TrainCommand command) {
-    if (command.options.resume && command.options.out.empty())
-        fail("--resume: needs --out, the folder to resume from");
-    Run<Storage> run;
-    run.console = console_open();
-    run.log = run_log_open(command.options.out);
-
-    FoundCheckpoint found;
-    json saved;
-    if (!command.options.out.empty()) {
-        found = checkpoint_find(command.options.out);
-        for (const std::string& reason : found.passed_over)
-            printf("passed over checkpoint %s\n", reason.c_str());
-        if (!found.folder.empty() && !command.options.resume) {
-            fail("--out %s: has a checkpoint of step %lu; give --resume to go on from it, or another folder",
-                 command.options.out.c_str(), found.step);
-        }
-        if (command.options.resume && found.folder.empty()) {
-            printf("no complete checkpoint in %s: starting from the beginning\n",
-                   command.options.out.c_str());
-        }
+// The checkpoint that the run goes on from; its folder is "" where the run is a new one. The folder of the
+// run is locked where it exists, and nothing in it is changed.
+FoundCheckpoint find_start(const TrainOptions& o, Console& console) {
+    if (o.out.empty()) {
+        if (o.resume) fail("--resume: needs --out, the folder to resume from");
+        return {};
     }
+    const FoundCheckpoint found = checkpoint_find(o.out);
+    if (found.folder.empty() && !found.passed_over.empty()) {
+        fail(
+            "--out %s: none of its %zu checkpoint(s) is complete and undamaged, and nothing was changed; the "
+            "newest is %s; give another folder, or move them away to start from the beginning",
+            o.out.c_str(), found.passed_over.size(), found.passed_over[0].c_str());
+    }
+    if (!found.folder.empty() && !o.resume) {
+        fail("--out %s: has a checkpoint of step %lu; give --resume to go on from it, or another folder",
+             o.out.c_str(), found.step);
+    }
+    for (const std::string& reason : found.passed_over)
+        console_line(console, "passed over checkpoint " + reason);
     if (!found.folder.empty()) {
-        saved = checkpoint_read_state(found.folder);
+        console_line(console, "resuming from " + found.folder);
+    } else if (o.resume) {
+        console_line(console, "no checkpoint in " + o.out + ": starting from the beginning");
+    }
+    return found;
+}
+
+// Takes the options of the command line; a resumed run has the checkpoint's below them.
+template <typename Storage>
+void take_options(Run<Storage>& run, TrainCommand command, const json& saved) {
+    if (run.resumed) {
         std::vector<std::string> changes;
         command = resume_train(command, saved.at("options"), changes);
-        printf("resuming from %s\n", found.folder.c_str());
         for (const std::string& change : changes)
-            printf("changed since the checkpoint: %s\n", change.c_str());
+            console_line(run.console, "changed since the checkpoint: " + change);
     }
     run.options = command.options;
     run.values = command.values;
-    TrainOptions& o = run.options;
-    if (o.train_data.empty()) fail("--train-data: say which token shards to train on");
+    run.warmup_given = command.given.contains("warmup");
+}
 
-    // Data, tokenizer and model shape depend on each other: the tokenizer of the shards gives the vocabulary.
+// Opens shards and tokenizer and returns the model's shape. The three depend on each other: the tokenizer
+// that stands beside the shards gives a new model its vocabulary, and the shards' ids must be in it.
+template <typename Storage>
+GptConfig open_data(Run<Storage>& run, const std::string& checkpoint) {
+    const TrainOptions& o = run.options;
+    if (o.train_data.empty()) fail("--train-data: say which token shards to train on");
     std::vector<TokenFile> shards = token_files_open(o.train_data, "--train-data");
     run.tokenizer_path = o.tokenizer.empty() ? tokenizer_of_shards(shards) : o.tokenizer;
-    token_files_close(shards);
-    if (!run.tokenizer_path.empty()) run.tokenizer = tokenizer_read(run.tokenizer_path);
-    if (!o.sample_prompt.empty() && run.tokenizer_path.empty()) {
-        fail("--sample-prompt: no tokenizer is known; give one with --tokenizer");
-    }
-    const GptConfig config = choose_config(o, found.folder, run.tokenizer);
+    if (!run.tokenizer_path.empty()) run.tokenizer = tokenizer_read(run.tokenizer_path, "--tokenizer");
+    const GptConfig config = choose_config(o, checkpoint, run.tokenizer);
+    check_tokenizer(run.tokenizer, run.tokenizer_path, config);
+    run.prompt = prompt_ids("--sample-prompt", o.sample_prompt, run.tokenizer, run.tokenizer_path, config);
+
     run.T = o.seq_len ? o.seq_len : config.seq_len;
     if (run.T > config.seq_len) fail("--seq-len %zu: the model has %zu positions", run.T, config.seq_len);
-    run.train = loader_open(o.train_data, "--train-data", o.batch_size, run.T, config.vocab_size, o.seed);
-    if (!o.val_data.empty()) {
-        run.val = loader_open(o.val_data, "--val-data", o.batch_size, run.T, config.vocab_size, o.seed);
-    }
-    const bool warmup_given =
-        o.schedule.warmup != ScheduleConfig{}.warmup ||
-        std::find(command.given.begin(), command.given.end(), "warmup") != command.given.end();
-    plan_steps(run, warmup_given);
+    run.train = loader_create(std::move(shards), "--train-data " + o.train_data, o.batch_size, run.T,
+                              config.vocab_size, o.seed);
+    // Validation reads its rows in order, as many at a time as there are: a batch need not be full.
+    if (!o.val_data.empty())
+        run.val = loader_open(o.val_data, "--val-data", 1, run.T, config.vocab_size, o.seed);
+    return config;
+}
 
-    run.stream = stream_create({.threads = o.threads});
-    run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
+// Puts what the options left open as this run has it: a resumed run takes it from there, and so has the
+// same model and schedule whatever the defaults would say then.
+template <typename Storage>
+void settle_values(Run<Storage>& run, const GptConfig& config) {
+    run.values["layers"] = config.layers;
+    run.values["heads"] = config.heads;
+    run.values["channels"] = config.channels;
+    run.values["vocab-size"] = config.vocab_size;
+    run.values["untie-head"] = !config.tied_head;
+    run.values["seq-len"] = run.T;
+    run.values["steps"] = run.options.steps;
+    run.values["warmup"] = run.options.schedule.warmup;
+}
+
+// Takes all memory of the run.
+template <typename Storage>
+void create_model(Run<Storage>& run, const GptConfig& config) {
+    const TrainOptions& o = run.options;
     // The optimizer works in the activations' memory, which is dead between backward and the next forward.
     const ParameterTable table = gpt_parameter_table(config);
     const size_t workspace = optimizer_minimum_workspace(optimizer_plan(o.optimizer, table)) * sizeof(float);
+    run.stream = stream_create({.threads = o.threads});
+    run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
     run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, workspace, run.stream);
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
     run.norm_sums =
@@ -339,31 +390,61 @@ Run<Storage> set_up(TrainCommand command) {
     run.flops_per_token = gpt_flops_per_token(config, run.T);
     run.inputs.resize(o.batch_size * run.T);
     run.targets.resize(o.batch_size * run.T);
+}
 
-    if (!found.folder.empty()) {
-        checkpoint_load(found.folder, run.model, run.optimizer, run.stream);
-        run.step = run.first_step = found.step;
-        run.micro_batches = saved.at("micro_batches");
-        run.skipped = saved.at("skipped");
-        const json difference = json::diff(saved.at("data"), loader_fingerprint(run.train));
-        if (!difference.empty() && !o.new_data) {
-            fail(
-                "--train-data %s: not the data of the checkpoint (%s differs); --new-data starts reading at "
-                "their "
-                "beginning",
-                o.train_data.c_str(), difference[0]["path"].get<std::string>().c_str());
-        }
-        if (!difference.empty()) {
-            printf("other data than the checkpoint's: reading starts at their beginning\n");
-            run.micro_batches = 0;
-        }
-    } else if (!fs::is_directory(o.model)) {
-        gpt_initialize(run.model, o.seed, run.stream);
+// The position in the data where a checkpoint was saved; where they are other data, their beginning.
+template <typename Storage>
+void find_position(Run<Storage>& run, const json& saved) {
+    run.micro_batches = saved.at("micro_batches");
+    const std::string difference = loader_difference(saved.at("data"), loader_fingerprint(run.train));
+    if (difference.empty()) return;
+    if (!run.options.new_data) {
+        fail(
+            "--train-data %s: not the data of the checkpoint: %s; --new-data starts reading at their "
+            "beginning",
+            run.options.train_data.c_str(), difference.c_str());
+    }
+    console_line(run.console, "other data than the checkpoint's: reading starts at their beginning");
+    run.micro_batches = 0;
+}
+
+// The weights that a run starts with; a resumed run has optimizer state too.
+template <typename Storage>
+void load_weights(Run<Storage>& run, const FoundCheckpoint& start) {
+    if (run.resumed) {
+        checkpoint_load(start.folder, run.model, run.optimizer, run.stream);
+    } else if (!fs::is_directory(run.options.model)) {
+        gpt_initialize(run.model, run.options.seed, run.stream);
     } else {
         std::vector<std::string> warnings;
-        huggingface_read(run.model, o.model, warnings, run.stream);
-        for (const std::string& warning : warnings) printf("%s\n", warning.c_str());
+        huggingface_read(run.model, run.options.model, warnings, run.stream);
+        for (const std::string& warning : warnings) console_line(run.console, warning);
     }
+}
+
+// Sets a run up, or resumes it. The order is cheap checks first: a bad option or data file is found before
+// memory is taken.
+template <typename Storage>
+Run<Storage> set_up(const TrainCommand& command) {
+    Run<Storage> run;
+    run.console = console_open();
+    run.log = run_log_open(command.options.out);
+    const FoundCheckpoint start = find_start(command.options, run.console);
+    run.resumed = !start.folder.empty();
+    const json saved = run.resumed ? checkpoint_read_state(start.folder) : json();
+
+    take_options(run, command, saved);
+    const GptConfig config = open_data(run, start.folder);
+    plan_steps(run);
+    settle_values(run, config);
+    if (run.resumed) {
+        run.last_checkpoint = start.folder;
+        run.step = run.first_step = start.step;
+        run.skipped = saved.at("skipped");
+        find_position(run, saved);
+    }
+    create_model(run, config);
+    load_weights(run, start);
     return run;
 }
 
@@ -456,30 +537,54 @@ std::string readable(const Tokenizer& tokenizer, const std::vector<int>& ids) {
 template <typename Storage>
 void sample(Run<Storage>& run) {
     if (run.options.sample_tokens == 0) return;
-    const std::string& prompt = run.options.sample_prompt;
-    std::vector<int> ids =
-        prompt.empty() ? std::vector<int>{end_of_text(run)} : encode(run.tokenizer, prompt);
     SampleConfig config = run.options.sample;
     config.seed = run.options.seed + run.step;  // another text at every step, the same in every run
-    std::vector<int> sampled = prompt.empty() ? std::vector<int>{} : ids;
+    std::vector<int> sampled;
+    if (!run.options.sample_prompt.empty()) sampled = run.prompt;
     generate<Storage>(
-        run.model, ids, run.options.sample_tokens, config, [&](int id) { sampled.push_back(id); },
+        run.model, run.prompt, run.options.sample_tokens, config, [&](int id) { sampled.push_back(id); },
         run.stream);
     const std::string text = readable(run.tokenizer, sampled);
     run_log_write(run.log, "sample", run.step, {{"text", text}});
     console_line(run.console, "--- sample at step " + std::to_string(run.step) + " ---\n" + text + "\n---");
 }
 
+// What a message says of the state that a failed run leaves behind.
+template <typename Storage>
+std::string what_is_saved(const Run<Storage>& run) {
+    return run.last_checkpoint.empty() ? "there is no checkpoint" : run.last_checkpoint + " is untouched";
+}
+
+// The first tensor with a weight that is not finite; "" where all are.
+template <typename Storage>
+std::string nonfinite_weight(const Run<Storage>& run) {
+    std::vector<Storage> values;
+    for (const Parameter& parameter : run.model.table) {
+        values.resize(parameter.size());
+        copy_to_host(values.data(), run.model.params + parameter.offset, values.size() * sizeof(Storage),
+                     run.stream);
+        for (const Storage value : values) {
+            if (!std::isfinite(to_float(value))) return parameter.name;
+        }
+    }
+    return "";
+}
+
 template <typename Storage>
 void save(Run<Storage>& run) {
     if (run.log.folder.empty()) return;
     const double start = now_seconds();
+    if (const std::string name = nonfinite_weight(run); !name.empty()) {
+        fail("step %lu: %s has a weight that is not finite, and is not saved; %s (a lower --lr may help)",
+             run.step, name.c_str(), what_is_saved(run).c_str());
+    }
     const json state = {{"options", run.values},
                         {"micro_batches", run.micro_batches},
                         {"skipped", run.skipped},
                         {"data", loader_fingerprint(run.train)}};
     checkpoint_save(run.log.folder, run.step, run.model, run.optimizer, state, run.tokenizer_path,
-                    end_of_text(run), run.options.keep, run.stream);
+                    end_of_text(run.tokenizer, run.model.config), run.options.keep, run.stream);
+    run.last_checkpoint = checkpoint_folder(run.log.folder, run.step);
     const double ms = 1e3 * (now_seconds() - start);
     run_log_write(run.log, "checkpoint", run.step, {{"ms", ms}});
     char text[96];
@@ -530,40 +635,57 @@ bool due(const Run<Storage>& run, size_t every) {
     return run.step == run.options.steps || (every != 0 && run.step % every == 0);
 }
 
+// The first tensor with a gradient that is not finite, from the sums that global_grad_norm left.
+template <typename Storage>
+std::string nonfinite_gradient(const Run<Storage>& run) {
+    std::vector<double> sums(table_blocks(run.model.table));
+    copy_to_host(sums.data(), run.norm_sums, sums.size() * sizeof(double), run.stream);
+    size_t index = 0;
+    for (const Parameter& parameter : run.model.table) {
+        for (size_t block = 0; block < parameter.blocks.size(); block++) {
+            if (!std::isfinite(sums[index++])) return parameter.name;
+        }
+    }
+    return "";
+}
+
 // A step that was skipped: said, and given up on when it goes on.
 template <typename Storage>
 void report_skip(Run<Storage>& run, const StepResult& result, uint64_t consecutive_skips) {
-    run_log_write(run.log, "skip", run.step, {{"loss", result.loss}, {"skipped", run.skipped}});
-    console_line(run.console, "step " + std::to_string(run.step + 1) +
-                                  ": gradient norm is not finite, step skipped; " +
-                                  std::to_string(run.skipped) + " so far");
+    const std::string tensor = nonfinite_gradient(run);
+    run_log_write(run.log, "skip", run.step,
+                  {{"loss", result.loss}, {"tensor", tensor}, {"skipped", run.skipped}});
+    console_line(run.console, "step " + std::to_string(run.step + 1) + ": the gradient of " + tensor +
+                                  " is not finite, step skipped; " + std::to_string(run.skipped) + " so far");
     if (consecutive_skips == max_consecutive_skips) {
         fail(
-            "step %lu: the gradient norm was not finite %lu times in a row; the last checkpoint is untouched "
-            "(a lower --lr or an earlier checkpoint may help)",
-            run.step + 1, consecutive_skips);
+            "step %lu: the gradient was not finite %lu times in a row, first in %s; %s (a lower --lr or an "
+            "earlier checkpoint may help)",
+            run.step + 1, consecutive_skips, tensor.c_str(), what_is_saved(run).c_str());
     }
 }
 
 template <typename Storage>
 void train_loop(Run<Storage>& run) {
     const TrainOptions& o = run.options;
-    if (run.step == 0 && o.val_every != 0) validate(run);
+    if (!run.resumed && o.val_every != 0) validate(run);
     const double start = now_seconds();
     uint64_t consecutive_skips = 0;
     while (run.step < o.steps) {
         const StepResult result = train_step(run);
+        bool saved = false;
         if (result.skipped) {
             report_skip(run, result, ++consecutive_skips);
         } else {
             consecutive_skips = 0;
             report_step(run, result, start);
             if (due(run, o.val_every)) validate(run);
-            if (due(run, o.checkpoint_every)) save(run);  // before anything that may fail for its own reasons
+            saved = due(run, o.checkpoint_every);
+            if (saved) save(run);  // before anything that may fail for its own reasons
             if (due(run, o.sample_every)) sample(run);
         }
-        if (stop_requested) {
-            if (!due(run, o.checkpoint_every)) save(run);
+        if (stop_requested && run.step < o.steps) {
+            if (!saved) save(run);
             console_line(run.console, "stopped by a signal after step " + std::to_string(run.step) +
                                           (o.out.empty() ? "" : "; --resume goes on from here"));
             return;
@@ -594,17 +716,20 @@ template <typename Storage>
 void train(const TrainCommand& command) {
     Run<Storage> run = set_up<Storage>(command);
     if (run.step >= run.options.steps) {
-        printf("step %lu of %zu: this run is finished\n", run.step, run.options.steps);
+        console_line(run.console, "step " + std::to_string(run.step) + " of " +
+                                      std::to_string(run.options.steps) + ": this run is finished");
     } else {
-        printf("%s%s%s", configuration_table(run).c_str(), ownership_table(run).c_str(),
-               memory_table(run).c_str());
-        fflush(stdout);
+        std::string tables = configuration_table(run) + ownership_table(run) + memory_table(run);
+        tables.pop_back();  // console_line ends the line
+        console_line(run.console, tables);
         catch_stop_signals();
-        run_log_start(run.log, run.first_step);
+        if (run.resumed) {
+            run_log_resume(run.log, run.step, run.skipped);
+        } else {
+            run_log_start(run.log);
+        }
         run_log_write(run.log, "config", run.step,
                       {{"options", run.values},
-                       {"steps", run.options.steps},
-                       {"warmup", run.options.schedule.warmup},
                        {"parameters", gpt_parameter_count(run.model.table)},
                        {"optimizer_state_bytes", optimizer_state_bytes(run.optimizer)},
                        {"git", git_commit()},
@@ -627,37 +752,28 @@ void generate_text(const GenerateOptions& o) {
     std::string tokenizer_path = o.tokenizer;
     if (tokenizer_path.empty() && fs::exists(o.model + "/tokenizer.json"))
         tokenizer_path = o.model + "/tokenizer.json";
-    Run<Storage> run;
-    if (!tokenizer_path.empty()) run.tokenizer = tokenizer_read(tokenizer_path);
-    if (!o.prompt.empty() && tokenizer_path.empty()) {
-        fail("--prompt: %s has no tokenizer.json; give one with --tokenizer", o.model.c_str());
-    }
-    run.console = console_open();
-    run.stream = stream_create({.threads = o.threads});
-    run.model = gpt_create<Storage>(config, 1, config.seq_len, false, 0, run.stream);
-    std::vector<std::string> warnings;
-    huggingface_read(run.model, o.model, warnings, run.stream);
-    for (const std::string& warning : warnings) fprintf(stderr, "%s\n", warning.c_str());
+    Tokenizer tokenizer;
+    if (!tokenizer_path.empty()) tokenizer = tokenizer_read(tokenizer_path, "--tokenizer");
+    check_tokenizer(tokenizer, tokenizer_path, config);
+    const std::vector<int> prompt = prompt_ids("--prompt", o.prompt, tokenizer, tokenizer_path, config);
 
-    const std::vector<int> prompt =
-        o.prompt.empty() ? std::vector<int>{end_of_text(run)} : encode(run.tokenizer, o.prompt);
-    for (const int id : prompt) {
-        if (static_cast<size_t>(id) >= config.vocab_size)
-            fail("--prompt: token %d is not in the model's vocabulary", id);
-    }
+    Stream* stream = stream_create({.threads = o.threads});
+    Gpt<Storage> model = gpt_create<Storage>(config, 1, config.seq_len, false, 0, stream);
+    std::vector<std::string> warnings;
+    huggingface_read(model, o.model, warnings, stream);
+    for (const std::string& warning : warnings) console_error(warning);
+
+    const bool terminal = console_open().terminal;
     std::string pending;
     const auto show = [&](const std::string& bytes) {
-        const std::string text = run.console.terminal ? printable(bytes, pending) : bytes;
-        fwrite(text.data(), 1, text.size(), stdout);
-        fflush(stdout);
+        console_print(terminal ? printable(bytes, pending) : bytes);
     };
     show(o.prompt);
     generate<Storage>(
-        run.model, prompt, o.tokens, o.sample, [&](int id) { show(decode(run.tokenizer, {id})); },
-        run.stream);
-    if (run.console.terminal) printf("\n");
-    gpt_destroy(run.model, run.stream);
-    stream_destroy(run.stream);
+        model, prompt, o.tokens, o.sample, [&](int id) { show(decode(tokenizer, {id})); }, stream);
+    if (terminal) console_print("\n");
+    gpt_destroy(model, stream);
+    stream_destroy(stream);
 }
 
 void run_command(std::vector<std::string> arguments) {
@@ -674,9 +790,11 @@ void run_command(std::vector<std::string> arguments) {
     } else {
         const TrainCommand parsed = parse_train(arguments);
         help = parsed.help;
+        // Until 16-bit training lands, Storage is float, and parameters are their own master copy: hence the
+        // null master in train_step.
         if (help.empty()) train<float>(parsed);
     }
-    printf("%s", help.c_str());
+    console_print(help);
 }
 
 }  // namespace
@@ -686,10 +804,10 @@ int main(int argc, char** argv) {
     try {
         run_command(std::vector<std::string>(argv + 1, argv + argc));
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "train_gpt: out of memory; try a smaller --batch-size or model\n");
+        console_error("out of memory; try a smaller --batch-size or model");
         return 1;
     } catch (const std::exception& error) {
-        fprintf(stderr, "train_gpt: %s\n", error.what());
+        console_error(error.what());
         return 1;
     }
     return 0;

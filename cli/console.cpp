@@ -4,9 +4,19 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
+
+#include "data/tokenizer.h"  // printable
+#include "kernels/error.h"
 
 namespace {
+
+// Bytes of an error line that are printed from each of its ends, where it is longer than both.
+constexpr size_t error_end = 1000;
+
+const std::string clear_line = "\r\033[2K";  // goes to the line's start first
 
 template <typename... Arguments>
 std::string format(const char* pattern, Arguments... arguments) {
@@ -64,16 +74,14 @@ Console console_open() { return {.terminal = isatty(STDOUT_FILENO) == 1}; }
 
 void console_live(Console& console, const std::string& text) {
     if (!console.terminal) return;
-    printf("\r\033[2K%s", text.c_str());  // to the line's start, and clear it
-    fflush(stdout);
+    console_print(clear_line + printable_line(text));
     console.live = true;
 }
 
 void console_line(Console& console, const std::string& text) {
-    if (console.live) printf("\r\033[2K");
+    std::string incomplete;
+    console_print((console.live ? clear_line : "") + printable(text, incomplete) + "\n");
     console.live = false;
-    printf("%s\n", text.c_str());
-    fflush(stdout);
 }
 
 void console_step(Console& console, const StepReport& r) {
@@ -83,4 +91,17 @@ void console_step(Console& console, const StepReport& r) {
                                  width, r.step, r.steps, r.loss, r.grad_norm, r.lr,
                                  with_commas(static_cast<uint64_t>(r.tokens_per_second)).c_str(), 100 * r.mfu,
                                  r.ms, r.optimizer, r.optimizer_ms, duration(r.eta_seconds).c_str()));
+}
+
+void console_print(std::string_view bytes) {
+    if (fwrite(bytes.data(), 1, bytes.size(), stdout) != bytes.size() || fflush(stdout) != 0)
+        fail("cannot write to stdout: %s", strerror(errno));
+    if (ferror(stdout)) fail("cannot write to stdout");  // an earlier call failed: its reason is lost
+}
+
+void console_error(const std::string& text) {
+    fflush(stdout);  // may fail: the line below is what there is to say
+    std::string line = text;
+    if (line.size() > 2 * error_end) line.replace(error_end, line.size() - 2 * error_end, " ... ");
+    fprintf(stderr, "train_gpt: %s\n", printable_line(line).c_str());
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 // Rows of cells in a box; the first row is the header. Columns are as wide as their widest cell; cells that
@@ -33,8 +34,16 @@ struct Console {
 
 Console console_open();
 
-// Replaces the live line; nothing where stdout is not a terminal.
+// Each prints text made fit for a terminal, which need not be valid UTF-8, and fails where stdout cannot take
+// it. The first replaces the live line, and does nothing where stdout is not a terminal; the second prints a
+// line (or several) for good.
 void console_live(Console& console, const std::string& text);
-// Prints a line (or several) for good.
 void console_line(Console& console, const std::string& text);
 void console_step(Console& console, const StepReport& report);
+
+// Prints bytes as they are, which may be none, and fails, with the reason where it is known, if they or
+// anything that was printed before could not be written.
+void console_print(std::string_view bytes);
+// Prints "train_gpt: text" as one line on stderr, after all of stdout: control characters are made visible,
+// the middle of what would fill a screen is left out.
+void console_error(const std::string& text);

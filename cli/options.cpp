@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <type_traits>
 
 #include "cli/version.h"
 #include "kernels/error.h"
@@ -13,6 +13,9 @@
 using nlohmann::json;
 
 namespace {
+
+// Whole numbers up to here are exact in JSON and in double.
+constexpr double largest = 9007199254740991;
 
 // A number in [low, high]; unlike CLI::Range it also refuses NaN.
 CLI::Validator between(double low, double high) {
@@ -28,14 +31,20 @@ CLI::Validator between(double low, double high) {
     return validator;
 }
 
-// Whole numbers up to here are exact in JSON and in double.
-constexpr double largest = 9007199254740991;
-
 // Declares an option that takes a number in [low, high].
 template <typename Number>
 void add_number(CLI::App& app, const std::string& name, Number& target, double low, double high,
                 const std::string& description, const std::string& group) {
     app.add_option(name, target, description)->check(between(low, high))->group(group);
+}
+
+// Declares an option that takes a number whose legal range is the business of what uses it: gpt_check,
+// optimizer_check, sample_check, tokenize.
+template <typename Number>
+void add_number(CLI::App& app, const std::string& name, Number& target, const std::string& description,
+                const std::string& group) {
+    constexpr double most = std::is_integral_v<Number> ? largest : 1e308;
+    add_number(app, name, target, std::is_unsigned_v<Number> ? 0 : -most, most, description, group);
 }
 
 // Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
@@ -54,6 +63,10 @@ const std::map<std::string, MuonScale> muon_scales = {{"match-rms", MuonScale::m
                                                       {"spectral", MuonScale::spectral},
                                                       {"unit-rms", MuonScale::unit_rms}};
 
+// The coefficient sets of newton_schulz_set; the option's value is the name itself.
+const std::map<std::string, std::string> newton_schulz_names = {{"keller", "keller"},
+                                                                {"polar-express", "polar-express"}};
+
 // Declares an option that takes one of the names of a table; --help and the log show names, not numbers.
 template <typename Choice>
 void add_choice(CLI::App& app, const std::string& name, Choice& target,
@@ -61,27 +74,27 @@ void add_choice(CLI::App& app, const std::string& name, Choice& target,
                 const std::string& group) {
     std::string names, initial;
     for (const auto& [word, value] : choices) {
-        names += (names.empty() ? "" : "|") + word;
+        names += (names.empty() ? "" : ", ") + word;
         if (value == target) initial = word;
     }
     app.add_option_function<std::string>(
-           name, [&target, &choices](const std::string& word) { target = choices.at(word); }, description)
+           name, [&target, &choices](const std::string& word) { target = choices.at(word); },
+           description + ": " + names)
         ->check(CLI::Validator(
             [&choices, names](std::string& word) {
                 return choices.contains(word) ? std::string() : word + " is not one of " + names;
             },
-            names))
+            ""))
         ->default_str(initial)
         ->group(group);
 }
 
 void add_sample_options(CLI::App& app, SampleConfig& sample, const std::string& group) {
-    add_number(app, "--temperature", sample.temperature, 0, 1e30,
-               "softmax temperature; 0 takes the likeliest token", group);
-    add_number(app, "--top-k", sample.top_k, 0, largest, "sample among the k likeliest tokens; 0: all",
+    add_number(app, "--temperature", sample.temperature, "softmax temperature; 0 takes the likeliest token",
                group);
-    add_number(app, "--top-p", sample.top_p, 0, 1,
-               "sample among the likeliest tokens that make up this probability; 1: all", group);
+    add_number(app, "--top-k", sample.top_k, "sample among the k likeliest tokens; 0: all", group);
+    add_number(app, "--top-p", sample.top_p,
+               "sample among the likeliest tokens that make up this probability, above 0; 1: all", group);
 }
 
 void add_threads(CLI::App& app, int& threads, const std::string& group) {
@@ -99,7 +112,7 @@ std::unique_ptr<CLI::App> make_app(const std::string& command, const std::string
 
 std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     auto app =
-        make_app("train_gpt [train]",
+        make_app("train_gpt",
                  "Trains a GPT on token shards. Other commands: tokenize, generate; each has its --help.");
     app->set_config("--config", "", "read options from this file: lines of name=value");
     app->allow_config_extras(CLI::config_extras_mode::error);
@@ -123,13 +136,13 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--model", o.model,
                     "d6, d12 (GPT-2 124M), d24, d36, d48, or a Hugging Face or checkpoint folder")
         ->group(group);
-    add_number(*app, "--layers", o.layers, 0, 1e6, "transformer blocks; 0: as --model", group);
-    add_number(*app, "--heads", o.heads, 0, 1e6, "attention heads; 0: as --model", group);
-    add_number(*app, "--channels", o.channels, 0, 1e6, "width; 0: as --model", group);
-    add_number(*app, "--seq-len", o.seq_len, 0, 1e7,
+    add_number(*app, "--layers", o.layers, "transformer blocks; 0: as --model", group);
+    add_number(*app, "--heads", o.heads, "attention heads; 0: as --model", group);
+    add_number(*app, "--channels", o.channels, "width; 0: as --model", group);
+    add_number(*app, "--seq-len", o.seq_len,
                "tokens a row, and positions of a new model; 0: as --model (1024)", group);
-    add_number(*app, "--vocab-size", o.vocab_size, 0, 1e9,
-               "token ids; 0: the tokenizer's, else as --model (50257)", group);
+    add_number(*app, "--vocab-size", o.vocab_size, "token ids; 0: the tokenizer's, else as --model (50257)",
+               group);
     app->add_flag("--untie-head", o.untie_head, "give the output layer weights of its own")->group(group);
 
     group = "Batch";
@@ -142,35 +155,34 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
 
     group = "Optimizer";
     add_choice(*app, "--optimizer", o.optimizer.kind, optimizers,
-               "adamw, or muon for the matrices of the blocks", group);
-    add_number(*app, "--lr", o.schedule.lr, 1e-30, 1e6, "peak learning rate (llm.c's GPT-2 124M)", group);
+               "who owns the matrices of the blocks; AdamW has the rest", group);
+    add_number(*app, "--lr", o.schedule.lr, 0, 1e6, "peak learning rate (llm.c's GPT-2 124M); 0: a dry run",
+               group);
     add_number(*app, "--warmup", o.schedule.warmup, 0, 1e12,
                "steps of linear rise (llm.c's GPT-2 124M); the default is at most a tenth of the run", group);
     add_choice(*app, "--schedule", o.schedule.kind, schedules, "what follows the warm-up", group);
     add_number(*app, "--final-lr-frac", o.schedule.final_lr_frac, 0, 1,
                "the schedule ends at this fraction of --lr (llm.c)", group);
-    add_number(*app, "--weight-decay", o.optimizer.weight_decay, 0, 1e6,
+    add_number(*app, "--weight-decay", o.optimizer.weight_decay,
                "decoupled decay of the 2-D tensors, embeddings too (llm.c, nanoGPT)", group);
-    add_number(*app, "--beta1", o.optimizer.beta1, 0, 0.9999999, "AdamW's first moment (llm.c, nanoGPT)",
-               group);
-    add_number(*app, "--beta2", o.optimizer.beta2, 0, 0.9999999, "AdamW's second moment (llm.c, nanoGPT)",
-               group);
-    add_number(*app, "--eps", o.optimizer.eps, 1e-30, 1, "AdamW's epsilon (PyTorch)", group);
+    add_number(*app, "--beta1", o.optimizer.beta1, "AdamW's first moment (llm.c, nanoGPT)", group);
+    add_number(*app, "--beta2", o.optimizer.beta2, "AdamW's second moment (llm.c, nanoGPT)", group);
+    add_number(*app, "--eps", o.optimizer.eps, "AdamW's epsilon (PyTorch)", group);
     add_number(*app, "--grad-clip", o.grad_clip, 0, 1e30,
                "largest global gradient norm (llm.c, nanoGPT); 0: no clipping", group);
 
     group = "Muon";
-    add_number(*app, "--muon-momentum", o.optimizer.muon_momentum, 0, 0.9999999, "EMA momentum (Jordan 2024)",
-               group);
+    add_number(*app, "--muon-momentum", o.optimizer.muon_momentum, "EMA momentum (Jordan 2024)", group);
     app->add_option("--muon-nesterov", o.optimizer.muon_nesterov,
                     "Nesterov momentum, true or false (Jordan 2024)")
         ->default_str("true")
         ->group(group);
-    app->add_option("--muon-ns", o.optimizer.muon_ns, "Newton-Schulz coefficients: keller or polar-express")
-        ->group(group);
-    add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps, 1, 100, "Newton-Schulz steps", group);
+    add_choice(*app, "--muon-ns", o.optimizer.muon_ns, newton_schulz_names, "Newton-Schulz coefficients",
+               group);
+    add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps,
+               "Newton-Schulz steps: 3 to 10 of keller, 5 to 10 of polar-express", group);
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
-               "update scale; match-rms reuses AdamW's lr and decay (Liu et al. 2025)", group);
+               "update scale (match-rms reuses AdamW's lr and decay: Liu et al. 2025)", group);
 
     group = "Run";
     add_number(*app, "--seed", o.seed, 0, largest, "of initialisation, data order and samples", group);
@@ -182,7 +194,9 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_number(*app, "--sample-every", o.sample_every, 0, largest,
                "steps between samples; 0: only at the end", group);
     add_number(*app, "--sample-tokens", o.sample_tokens, 0, 1e6, "tokens of a sample; 0: no samples", group);
-    app->add_option("--sample-prompt", o.sample_prompt, "text that samples start with; none: end-of-text")
+    app->add_option("--sample-prompt", o.sample_prompt,
+                    "text that samples start with, or its last tokens where the model has fewer positions; "
+                    "none: end-of-text")
         ->group(group);
     add_sample_options(*app, o.sample, group);
     add_number(*app, "--checkpoint-every", o.checkpoint_every, 0, largest,
@@ -197,7 +211,10 @@ std::unique_ptr<CLI::App> generate_app(GenerateOptions& o) {
     auto app = make_app("train_gpt generate", "Samples text from a model.");
     const std::string group = "Generate";
     app->add_option("--model", o.model, "checkpoint or Hugging Face folder")->required()->group(group);
-    app->add_option("--prompt", o.prompt, "text to go on from; none: end-of-text")->group(group);
+    app->add_option("--prompt", o.prompt,
+                    "text to go on from, or its last tokens where the model has fewer positions; none: "
+                    "end-of-text")
+        ->group(group);
     add_number(*app, "--tokens", o.tokens, 0, 1e9, "tokens to add", group);
     app->add_option("--tokenizer", o.tokenizer, "tokenizer.json; none: the model folder's")->group(group);
     add_sample_options(*app, o.sample, group);
@@ -215,10 +232,8 @@ std::unique_ptr<CLI::App> tokenize_app(TokenizeOptions& o) {
         ->required()
         ->group(group);
     app->add_option("--tokenizer", o.tokenizer, "bytes, or a tokenizer.json of single bytes")->group(group);
-    add_number(*app, "--val-frac", o.val_frac, 0, 0.999999, "the end of each file that goes to validation",
-               group);
-    add_number(*app, "--shard-tokens", o.shard_tokens, 1, 2147483647,
-               "tokens of a shard at most (llm.c: 1e8)", group);
+    add_number(*app, "--val-frac", o.val_frac, "the end of each file that goes to validation", group);
+    add_number(*app, "--shard-tokens", o.shard_tokens, "tokens of a shard at most (llm.c: 1e8)", group);
     return app;
 }
 
@@ -231,9 +246,19 @@ std::string parse(CLI::App& app, std::vector<std::string> arguments) {
         return app.help();
     } catch (const CLI::CallForVersion&) {
         return version_text() + "\n";
+    } catch (const CLI::ExtrasError&) {
+        const std::vector<std::string> extras = app.remaining();
+        const std::string more =
+            extras.size() > 1 ? ", and " + std::to_string(extras.size() - 1) + " more like it" : "";
+        fail("%s: not an option%s (see %s --help)", extras[0].c_str(), more.c_str(), app.get_name().c_str());
     } catch (const CLI::ParseError& error) {
         std::string message = error.what();
-        std::replace(message.begin(), message.end(), '\n', ' ');
+        // CLI11's words for an option that stands there twice.
+        const std::string repeated = ": At Most 1 required but received ";
+        if (const size_t at = message.find(repeated); at != std::string::npos) {
+            const std::string times = message.substr(at + repeated.size());
+            message = message.substr(0, at) + ": given " + (times == "2" ? "twice" : times + " times");
+        }
         fail("%s (see %s --help)", message.c_str(), app.get_name().c_str());
     }
     return "";
@@ -249,15 +274,20 @@ std::vector<CLI::Option*> configuration(CLI::App& app) {
 
 bool is_flag(const CLI::Option* option) { return option->get_expected_max() == 0; }
 
-// The option's value as typed JSON.
+// The option's value as typed JSON: what was parsed, not how it was written.
 json value_of(const CLI::Option* option) {
     if (is_flag(option)) return option->count() > 0 && option->as<bool>();
-    const std::string text = option->count() > 0 ? option->results().back() : option->get_default_str();
     const std::string type = option->get_type_name();
-    if (type.starts_with("TEXT")) return text;
-    if (type.starts_with("BOOLEAN")) return option->count() > 0 ? option->as<bool>() : text == "true";
-    const json value = json::parse(text, nullptr, false);
-    return value.is_discarded() ? json(text) : value;
+    const auto value = [&](auto parsed) {
+        if (option->count() > 0) return option->as<decltype(parsed)>();
+        CLI::detail::lexical_cast(option->get_default_str(), parsed);
+        return parsed;
+    };
+    if (type.starts_with("BOOLEAN")) return value(false);
+    if (type.starts_with("UINT")) return value(uint64_t{});
+    if (type.starts_with("INT")) return value(int64_t{});
+    if (type.starts_with("FLOAT")) return value(double{});
+    return value(std::string());
 }
 
 }  // namespace
@@ -270,8 +300,9 @@ TrainCommand parse_train(const std::vector<std::string>& arguments) {
     command.values = json::object();
     for (const CLI::Option* option : configuration(*app)) {
         command.values[option->get_single_name()] = value_of(option);
-        if (option->count() > 0) command.given.push_back(option->get_single_name());
+        if (option->count() > 0) command.given.insert(option->get_single_name());
     }
+    optimizer_check(command.options.optimizer);
     sample_check(command.options.sample);
     return command;
 }
@@ -292,15 +323,14 @@ TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::s
 TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
                           std::vector<std::string>& changes) {
     std::vector<std::string> arguments;
-    const auto given = [&](const std::string& name) {
-        return std::find(command.given.begin(), command.given.end(), name) != command.given.end();
-    };
+    std::set<std::string> given = command.given;
+    if (given.contains("epochs")) given.insert("steps");  // the saved steps came from other epochs, or none
     for (const auto& [name, value] : command.values.items()) {
         // --resume and --new-data speak of this start only, --threads of this machine.
         const bool of_this_start =
             name == "resume" || name == "new-data" || name == "threads" || name == "out";
         const bool saved = saved_values.contains(name) && !of_this_start;
-        const json& chosen = saved && !given(name) ? saved_values[name] : value;
+        const json& chosen = saved && !given.contains(name) ? saved_values[name] : value;
         if (saved && chosen != saved_values[name]) {
             if (fixed_on_resume.contains(name)) {
                 fail("--%s %s: the checkpoint has %s, and a resumed run cannot change it", name.c_str(),
@@ -308,6 +338,7 @@ TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
             }
             changes.push_back("--" + name + ": " + saved_values[name].dump() + " -> " + chosen.dump());
         }
+        if (saved) given.insert(name);
         if (chosen.is_boolean()) {
             arguments.push_back("--" + name + "=" + (chosen.get<bool>() ? "true" : "false"));
         } else {
@@ -316,7 +347,7 @@ TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
         }
     }
     TrainCommand resumed = parse_train(arguments);
-    resumed.given = command.given;
+    resumed.given = given;
     return resumed;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -51,8 +52,8 @@ struct GenerateOptions {
 // A parsed command line. help is non-empty where --help or --version asked for that text instead of a run.
 struct TrainCommand {
     TrainOptions options;
-    nlohmann::json values;           // every option by name, defaults included
-    std::vector<std::string> given;  // names of the options that the command line or config file set
+    nlohmann::json values;        // every option by name, defaults included
+    std::set<std::string> given;  // options that the command line, config file or checkpoint set
     std::string help;
 };
 
@@ -63,8 +64,9 @@ GenerateOptions parse_generate(const std::vector<std::string>& arguments, std::s
 TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::string& help);
 
 // For --resume: the command line again, with the checkpoint's values for every option that was not given.
-// `changes` gets a line for each option whose value changed. Fails on a change that a resumed run cannot
-// honour: of the model, the seed or the optimizer.
+// They count as given: nothing is derived anew from a default. Only --epochs, when given, sets the steps
+// again. `changes` gets a line for each option whose value changed. Fails on a change that a resumed run
+// cannot honour: of the model, the seed or the optimizer.
 TrainCommand resume_train(const TrainCommand& command, const nlohmann::json& saved_values,
                           std::vector<std::string>& changes);
 

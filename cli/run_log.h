@@ -14,13 +14,18 @@ struct RunLog {
     int lock = -1;
 };
 
-// Makes the folder (and its parents) and locks it for this process: two runs in one folder would ruin each
-// other, so the second fails. An empty name gives a log that writes nothing.
+// Locks the folder for this process where an earlier run has been in it: two runs in one folder would ruin
+// each other, so the second fails. Writes nothing, and makes no folder. An empty name gives a log that never
+// writes.
 RunLog run_log_open(const std::string& folder);
 void run_log_close(RunLog& log);
 
-// Starts new files (step 0), or cuts the files of an earlier run back to its lines up to `step`.
-void run_log_start(RunLog& log, uint64_t step);
+// Each makes the folder (and its parents) where it is missing, and locks it if that was not done yet.
+// Starts new files:
+void run_log_start(RunLog& log);
+// Goes on with an earlier run's files, cut back to what it had written when it saved its checkpoint of `step`
+// with `skipped` steps skipped so far; the samples of that step stay.
+void run_log_resume(RunLog& log, uint64_t step, uint64_t skipped);
 
 // Appends one object {"type": type, "step": step, ...} and flushes it. Fails with path and reason.
 void run_log_write(RunLog& log, const char* type, uint64_t step, const nlohmann::json& fields);

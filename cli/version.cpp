@@ -3,8 +3,15 @@
 
 #include "build/git_commit.h"
 
+// Clang's version text has its name, GCC's does not.
+#ifdef __clang__
+#define MUGPT_COMPILER __VERSION__
+#else
+#define MUGPT_COMPILER "GCC " __VERSION__
+#endif
+
 std::string git_commit() { return MUGPT_GIT_COMMIT; }
 
 std::string version_text() {
-    return "muGPT 0.1.0 (git " + git_commit() + "), CPU backend, one process; built with " __VERSION__;
+    return "muGPT 0.1.0 (git " + git_commit() + "), CPU backend, one process; built with " MUGPT_COMPILER;
 }

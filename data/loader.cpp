@@ -60,14 +60,14 @@ std::string sampled_checksum(const MappedFile& file) {
 
 }  // namespace
 
-Loader loader_open(const std::string& pattern, const std::string& flag, size_t rows, size_t T,
-                   size_t vocab_size, uint64_t seed) {
+Loader loader_create(std::vector<TokenFile> files, const std::string& source, size_t rows, size_t T,
+                     size_t vocab_size, uint64_t seed) {
     if (rows == 0 || T == 0 || vocab_size == 0) {
-        fail("%s: batches of %zu rows of %zu tokens from %zu ids: each must be at least 1", flag.c_str(),
+        fail("%s: batches of %zu rows of %zu tokens from %zu ids: each must be at least 1", source.c_str(),
              rows, T, vocab_size);
     }
     Loader loader;
-    loader.files = token_files_open(pattern, flag);
+    loader.files = std::move(files);
     loader.T = T;
     loader.rows = rows;
     loader.vocab_size = vocab_size;
@@ -82,10 +82,15 @@ Loader loader_open(const std::string& pattern, const std::string& flag, size_t r
         loader.first_window.push_back(loader.first_window.back() + windows_of(file, T));
     }
     if (loader_windows(loader) < rows) {
-        fail("%s %s: %zu tokens give %zu windows of %zu; a batch needs %zu: %zu tokens in one file",
-             flag.c_str(), pattern.c_str(), tokens, loader_windows(loader), T, rows, rows * T + 1);
+        fail("%s: %zu tokens give %zu rows of %zu (--seq-len); needs %zu of them: %zu tokens in one file",
+             source.c_str(), tokens, loader_windows(loader), T, rows, rows * T + 1);
     }
     return loader;
+}
+
+Loader loader_open(const std::string& pattern, const std::string& flag, size_t rows, size_t T,
+                   size_t vocab_size, uint64_t seed) {
+    return loader_create(token_files_open(pattern, flag), flag + " " + pattern, rows, T, vocab_size, seed);
 }
 
 void loader_close(Loader& loader) { token_files_close(loader.files); }
@@ -125,6 +130,25 @@ nlohmann::json loader_fingerprint(const Loader& loader) {
             {{"name", name}, {"bytes", file.mapping.bytes}, {"checksum", sampled_checksum(file.mapping)}});
     }
     return {{"T", loader.T}, {"rows", loader.rows}, {"seed", loader.seed}, {"shards", shards}};
+}
+
+std::string loader_difference(const nlohmann::json& before, const nlohmann::json& now) {
+    const std::pair<const char*, const char*> options[] = {
+        {"T", "--seq-len"}, {"rows", "--batch-size"}, {"seed", "--seed"}};
+    for (const auto& [key, option] : options) {
+        if (before.at(key) != now.at(key))
+            return std::string(option) + " was " + before.at(key).dump() + ", is " + now.at(key).dump();
+    }
+    const auto &old_shards = before.at("shards"), &shards = now.at("shards");
+    for (size_t i = 0; i < std::min(old_shards.size(), shards.size()); i++) {
+        if (old_shards[i] == shards[i]) continue;
+        const std::string name = shards[i].at("name"), old_name = old_shards[i].at("name");
+        if (name != old_name) return name + " stands where " + old_name + " was";
+        const bool resized = old_shards[i].at("bytes") != shards[i].at("bytes");
+        return name + (resized ? " has another size" : " has other contents");
+    }
+    if (old_shards.size() == shards.size()) return "";
+    return std::to_string(shards.size()) + " files, were " + std::to_string(old_shards.size());
 }
 
 uint64_t permuted_index(uint64_t i, uint64_t n, uint64_t seed, uint32_t epoch) {

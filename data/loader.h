@@ -22,9 +22,12 @@ struct Loader {
     uint64_t seed = 0;
 };
 
-// Opens the shards. Fails if they hold fewer than `rows` windows, with what is needed (rows*T+1 tokens in
-// one shard), or if a token id is not below vocab_size (all tokens are checked here up to 2^27 of them, the
-// rest when a batch reads them).
+// Reads from these shards; `source` ("--train-data a*.bin") stands in messages. Fails if they hold fewer than
+// `rows` windows, with what is needed (rows*T+1 tokens in one shard), or if a token id is not below
+// vocab_size (all tokens are checked here up to 2^27 of them, the rest when a batch reads them).
+Loader loader_create(std::vector<TokenFile> files, const std::string& source, size_t rows, size_t T,
+                     size_t vocab_size, uint64_t seed);
+// Opens the shards of a pattern first.
 Loader loader_open(const std::string& pattern, const std::string& flag, size_t rows, size_t T,
                    size_t vocab_size, uint64_t seed);
 void loader_close(Loader& loader);
@@ -41,6 +44,10 @@ void loader_windows_in_order(const Loader& loader, size_t first, size_t count, i
 // What a resumed run compares: T, rows, seed, and name (without folder), size and a checksum of every shard;
 // of shards over 256 KiB, the checksum of 64 samples.
 nlohmann::json loader_fingerprint(const Loader& loader);
+
+// What differs first between two of them, for people: an option, or a file and what of it; "" where nothing
+// does.
+std::string loader_difference(const nlohmann::json& before, const nlohmann::json& now);
 
 // Element i of the pseudo-random permutation of [0, n) for (seed, epoch): a four-round Feistel network on
 // the next power of four, at least 4^5, walked until it lands inside (Black, Rogaway 2002, "Ciphers with

@@ -65,6 +65,7 @@ TokenFile open_one(const std::string& path, const std::string& flag) {
         fail("%s: is a folder; name the token files in it, such as %s/*.bin", name.c_str(), path.c_str());
     }
     TokenFile file;
+    file.flag = flag;
     file.path = path;
     file.mapping = file_map(path, flag);
     const size_t size = file.mapping.bytes;
@@ -139,8 +140,8 @@ void token_file_check(const TokenFile& file, size_t first, size_t count, size_t 
     for (size_t i = first; i < first + count; i++) {
         const uint32_t id = file.token(i);
         if (id >= vocab_size) {
-            fail("%s: token %zu is id %u, but the vocabulary has %zu ids; was another tokenizer used?",
-                 file.path.c_str(), i, id, vocab_size);
+            fail("%s %s: token %zu is id %u, but the vocabulary has %zu ids; was another tokenizer used?",
+                 file.flag.c_str(), file.path.c_str(), i, id, vocab_size);
         }
     }
 }

@@ -11,7 +11,7 @@
 #include "data/files.h"
 
 struct TokenFile {
-    std::string path;
+    std::string flag, path;  // the option that named it, for messages
     size_t tokens = 0;
     int bytes_per_token = 2;
     const char* body = nullptr;  // the first token, inside the mapping
@@ -29,5 +29,5 @@ void token_files_close(std::vector<TokenFile>& files);
 // largest are 65535 and 2^31-1) or over 2^31-1 tokens.
 void token_file_write(const std::string& path, std::span<const uint32_t> tokens, int bytes_per_token);
 
-// Fails, naming file, position and id, if a token of [first, first + count) is not below vocab_size.
+// Fails, naming flag, file, position and id, if a token of [first, first + count) is not below vocab_size.
 void token_file_check(const TokenFile& file, size_t first, size_t count, size_t vocab_size);

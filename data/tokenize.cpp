@@ -51,7 +51,7 @@ void flush(ShardWriter& writer) {
     snprintf(number, sizeof(number), "%03zu", writer.written.size());
     const std::string path = writer.stem + number + ".bin";
     token_file_write(path, writer.buffer, writer.bytes_per_token);
-    printf("%s  %zu tokens\n", path.c_str(), writer.buffer.size());
+    printf("%s  %zu tokens\n", printable_line(path).c_str(), writer.buffer.size());
     writer.written.push_back(path);
     writer.buffer.clear();
 }
@@ -100,7 +100,7 @@ void remove_leftovers(const ShardWriter& writer) {
             fail("%s: left over from an earlier run, cannot be removed: %s", path.c_str(),
                  error.message().c_str());
         }
-        printf("%s  removed: left over from an earlier run\n", path.c_str());
+        printf("%s  removed: left over from an earlier run\n", printable_line(path).c_str());
     }
 }
 
@@ -122,8 +122,10 @@ void tokenize(const TokenizeOptions& options) {
     if (name != "bytes" && !std::filesystem::exists(name, ignored)) {
         fail("--tokenizer %s: neither \"bytes\" nor a file", name.c_str());
     }
-    const Tokenizer tokenizer = name == "bytes" ? byte_tokenizer() : tokenizer_read(name);
-    if (!tokenizer.byte_level) fail("--tokenizer %s: has merges; only byte tokenizers encode", name.c_str());
+    const Tokenizer tokenizer = name == "bytes" ? byte_tokenizer() : tokenizer_read(name, "--tokenizer");
+    if (!tokenizer.obstacle.empty()) {
+        fail("--tokenizer %s: %s; only byte tokenizers encode", name.c_str(), tokenizer.obstacle.c_str());
+    }
     if (tokenizer.end_of_text < 0) fail("--tokenizer %s: has no <|endoftext|>", name.c_str());
 
     std::vector<Document> documents;
@@ -150,7 +152,7 @@ void tokenize(const TokenizeOptions& options) {
     for (const Document& document : documents) {
         const MappedFile file = file_map(document.path, "--input");
         if (file.bytes != document.bytes) fail("--input %s: changed meanwhile", document.path.c_str());
-        if (file.bytes == 0) printf("%s  passed over: empty\n", document.path.c_str());
+        if (file.bytes == 0) printf("%s  passed over: empty\n", printable_line(document.path).c_str());
         append_text(train, tokenizer, file.text().substr(0, document.cut));
         append_text(val, tokenizer, file.text().substr(document.cut));
     }
@@ -158,7 +160,7 @@ void tokenize(const TokenizeOptions& options) {
     flush(val);
     const std::string tokenizer_path = options.out + "_tokenizer.json";
     tokenizer_write(tokenizer_path, tokenizer);
-    printf("%s  %zu ids\n", tokenizer_path.c_str(), tokenizer.vocab_size());
+    printf("%s  %zu ids\n", printable_line(tokenizer_path).c_str(), tokenizer.vocab_size());
     remove_leftovers(train);
     remove_leftovers(val);
 }

@@ -117,12 +117,15 @@ Tokenizer byte_tokenizer() {
     for (int byte = 0; byte < 256; byte++) tokenizer.bytes.emplace_back(1, static_cast<char>(byte));
     tokenizer.bytes.emplace_back(end_of_text_name);
     tokenizer.end_of_text = 256;
-    tokenizer.byte_level = true;
+    tokenizer.obstacle = "";
     return tokenizer;
 }
 
 void tokenizer_write(const std::string& path, const Tokenizer& tokenizer) {
-    if (!tokenizer.byte_level) fail("%s: only a byte tokenizer can be written", path.c_str());
+    if (!tokenizer.obstacle.empty()) {
+        fail("%s: only a byte tokenizer can be written; this one %s", path.c_str(),
+             tokenizer.obstacle.c_str());
+    }
     nlohmann::ordered_json vocab = nlohmann::ordered_json::object();  // in the order of the ids
     for (size_t id = 0; id < tokenizer.bytes.size(); id++) {
         if (!tokenizer.bytes[id].empty()) vocab[to_alphabet(tokenizer.bytes[id])] = id;
@@ -161,48 +164,60 @@ void tokenizer_write(const std::string& path, const Tokenizer& tokenizer) {
     file_write(path, {text});
 }
 
-Tokenizer tokenizer_read(const std::string& path) {
-    const MappedFile file = file_map(path, "");
+Tokenizer tokenizer_read(const std::string& path, const std::string& flag) {
+    const MappedFile file = file_map(path, flag);
+    const std::string source = flag.empty() ? path : flag + " " + path;
     const json root = json::parse(file.text(), nullptr, /*allow_exceptions=*/false);
-    if (!root.is_object()) fail("%s: is not a tokenizer.json: not a JSON object", path.c_str());
+    if (!root.is_object()) fail("%s: is not a tokenizer.json: not a JSON object", source.c_str());
     const json model = member(root, "model"), vocab = member(model, "vocab"),
                merges = member(model, "merges");
     if (!vocab.is_object() || member(member(root, "decoder"), "type") != "ByteLevel") {
         fail("%s: is not a byte-level tokenizer.json: it needs model.vocab and a ByteLevel decoder",
-             path.c_str());
+             source.c_str());
     }
+    if (vocab.empty()) fail("%s: its vocabulary is empty", source.c_str());
 
     Tokenizer tokenizer;
     bool single_bytes = true;
     for (const auto& [text, id] : vocab.items()) {
         std::string bytes;
         if (!from_alphabet(bytes, text)) {
-            fail("%s: token %s is not in the byte-level alphabet", path.c_str(), json(text).dump().c_str());
+            fail("%s: token %s is not in the byte-level alphabet", source.c_str(), json(text).dump().c_str());
         }
-        set_token(tokenizer, id, bytes, path);
+        set_token(tokenizer, id, bytes, source);
         single_bytes = single_bytes && (bytes.size() == 1 || bytes == end_of_text_name);
     }
     for (const json& added : member(root, "added_tokens")) {
         const json content = member(added, "content"), id = member(added, "id");
-        if (!content.is_string()) fail("%s: an added token has no content", path.c_str());
-        set_token(tokenizer, id, content.get<std::string>(), path);
+        if (!content.is_string()) fail("%s: an added token has no content", source.c_str());
+        set_token(tokenizer, id, content.get<std::string>(), source);
         if (content == end_of_text_name) tokenizer.end_of_text = id.get<int>();
     }
 
     // Anything that changes the text first, or joins bytes, is more than a table of bytes.
+    const json pre_tokenizer = member(root, "pre_tokenizer");
     const auto ids = byte_ids(tokenizer);
-    tokenizer.byte_level = single_bytes && (merges.is_null() || merges.empty()) &&
-                           member(root, "normalizer").is_null() &&
-                           member(member(root, "pre_tokenizer"), "type") == "ByteLevel" &&
-                           member(member(root, "pre_tokenizer"), "add_prefix_space") == false &&
-                           std::find(ids.begin(), ids.end(), -1) == ids.end();
+    if (!merges.is_null() && !merges.empty()) {
+        tokenizer.obstacle = "has merges";
+    } else if (!single_bytes) {
+        tokenizer.obstacle = "has tokens of several bytes";
+    } else if (std::find(ids.begin(), ids.end(), -1) != ids.end()) {
+        tokenizer.obstacle = "has no token for some bytes";
+    } else if (!member(root, "normalizer").is_null()) {
+        tokenizer.obstacle = "has a normalizer";
+    } else if (member(pre_tokenizer, "type") != "ByteLevel" ||
+               member(pre_tokenizer, "add_prefix_space") != false) {
+        tokenizer.obstacle = "has another pre_tokenizer than ByteLevel without a prefix space";
+    } else {
+        tokenizer.obstacle = "";
+    }
     return tokenizer;
 }
 
 std::vector<int> encode(const Tokenizer& tokenizer, std::string_view text) {
-    if (!tokenizer.byte_level) {
-        fail("this vocabulary of %zu ids has merges: this program encodes text with byte tokenizers only",
-             tokenizer.vocab_size());
+    if (!tokenizer.obstacle.empty()) {
+        fail("this vocabulary of %zu ids %s: this program encodes text with byte tokenizers only",
+             tokenizer.vocab_size(), tokenizer.obstacle.c_str());
     }
     const auto ids = byte_ids(tokenizer);
     std::vector<int> tokens(text.size());
@@ -235,4 +250,12 @@ std::string printable(std::string_view bytes, std::string& pending) {
         rest.remove_prefix(character.size());
     }
     return shown;
+}
+
+std::string printable_line(std::string_view bytes) {
+    std::string text(bytes), pending;
+    std::replace_if(
+        text.begin(), text.end(), [](char c) { return c == '\n' || c == '\t'; }, '\0');
+    text = printable(text, pending);
+    return pending.empty() ? text : text + "\uFFFD";
 }

@@ -9,7 +9,8 @@
 struct Tokenizer {
     std::vector<std::string> bytes;  // the bytes of each id; "" where an id has none
     int end_of_text = -1;            // id of "<|endoftext|>", or -1
-    bool byte_level = false;         // each byte is its own token: this program can encode
+    // Why this program cannot encode with it; "" where each byte is its own token.
+    std::string obstacle = "has no vocabulary";
 
     size_t vocab_size() const { return bytes.size(); }
 };
@@ -19,15 +20,15 @@ Tokenizer byte_tokenizer();
 
 // Writes a byte tokenizer as tokenizer.json: byte-level BPE with no merges, GPT-2's byte alphabet. There too
 // "<|endoftext|>" is a special token: other programs make it from text unless told not to. Fails as
-// file_write does, and for a vocabulary that is not byte_level.
+// file_write does, and for a vocabulary that cannot encode.
 void tokenizer_write(const std::string& path, const Tokenizer& tokenizer);
 
-// Reads a tokenizer.json with a byte-level vocabulary, merges or not (GPT-2's, for decoding). Fails with the
-// path on anything else.
-Tokenizer tokenizer_read(const std::string& path);
+// Reads a tokenizer.json with a byte-level vocabulary, merges or not (GPT-2's, for decoding). Fails, naming
+// the flag (may be "") and the path, on anything else.
+Tokenizer tokenizer_read(const std::string& path, const std::string& flag);
 
 // Text to ids. Special tokens are never made from text: "<|endoftext|>" in a corpus stays text.
-// Fails for a vocabulary with merges, which this program does not encode.
+// Fails where there is an obstacle, a vocabulary with merges for instance.
 std::vector<int> encode(const Tokenizer& tokenizer, std::string_view text);
 
 // Ids to bytes; the end-of-text token gives "<|endoftext|>". An id without bytes gives "[id]".
@@ -37,3 +38,6 @@ std::string decode(const Tokenizer& tokenizer, const std::vector<int>& ids);
 // invalid byte becomes U+FFFD. Incomplete UTF-8 at the end is kept in `pending` for the next call; if none
 // follows, pending.size() bytes of the text were cut.
 std::string printable(std::string_view bytes, std::string& pending);
+
+// The same for a whole text that has to stay on one line: newline and tab become U+FFFD too.
+std::string printable_line(std::string_view bytes);

@@ -274,7 +274,7 @@ void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& 
                      const Optimizer& optimizer, const json& state, const std::string& tokenizer,
                      int end_of_text, size_t keep, Stream* stream) {
     const std::string name = folder_name(step);
-    const std::string final_folder = out + "/" + name;
+    const std::string final_folder = checkpoint_folder(out, step);
     const std::string temporary = out + "/" + temporary_prefix + name;
     const std::string replaced = out + "/" + replaced_prefix + name;
     clear_leftovers(out);
@@ -298,6 +298,8 @@ void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& 
     clear_leftovers(out);
     if (keep > 0) prune(out, step, keep);
 }
+
+std::string checkpoint_folder(const std::string& out, uint64_t step) { return out + "/" + folder_name(step); }
 
 FoundCheckpoint checkpoint_find(const std::string& out) {
     FoundCheckpoint found;

@@ -22,6 +22,9 @@ void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& 
                      const Optimizer& optimizer, const nlohmann::json& state, const std::string& tokenizer,
                      int end_of_text, size_t keep, Stream* stream);
 
+// OUT/step_%08d: where a checkpoint of that step is, or would be.
+std::string checkpoint_folder(const std::string& out, uint64_t step);
+
 struct FoundCheckpoint {
     std::string folder;  // "" if there is none
     uint64_t step = 0;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a bare Debian or Ubuntu machine to a trained GPT: sets up, builds, tokenizes the two novels in
 # data/text, trains a small model with Muon, then the same model with AdamW, and compares the two.
-# Takes about 8 minutes on 2 cores after the build. Everything goes to runs/quickstart/.
+# Takes about 5 minutes on 2 cores after the build. Everything goes to runs/quickstart/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

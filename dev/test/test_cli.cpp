@@ -1,7 +1,8 @@
 // The command line, the console's formats and the run log.
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -78,7 +79,7 @@ TEST(Options, EveryOptionTakesItsOwnDefault) {
         const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
         const TrainCommand command = parse_train({"--" + name + "=" + text});
         EXPECT_EQ(command.values[name], value) << name;
-        EXPECT_EQ(command.given, std::vector<std::string>{name});
+        EXPECT_EQ(command.given, std::set<std::string>{name});
     }
 }
 
@@ -113,10 +114,12 @@ TEST(Options, ValuesReachTheirFields) {
 
 TEST(Options, ConfigFileBelowTheCommandLine) {
     const std::string path = testing::TempDir() + "mugpt_config.ini";
-    std::ofstream(path) << "lr=0.0025\nbatch-size=8\nmuon-nesterov=false\nuntie-head=true\n";
+    std::ofstream(path) << "# a comment\nlr = 0.0025\nbatch-size=8\nmuon-nesterov=false\nuntie-head=true\n"
+                           "train-data = \"a folder/b_*.bin\"\n";
     const TrainCommand command = parse_train({"--config", path, "--batch-size", "2"});
     EXPECT_DOUBLE_EQ(command.options.schedule.lr, 0.0025);
     EXPECT_EQ(command.options.batch_size, 2u);
+    EXPECT_EQ(command.options.train_data, "a folder/b_*.bin");
     EXPECT_TRUE(command.options.untie_head);
     EXPECT_FALSE(command.options.optimizer.muon_nesterov);
     std::ofstream(path) << "learning-rate=0.0025\n";
@@ -128,8 +131,15 @@ TEST(Options, ErrorsNameOptionAndValueInOneLine) {
     const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
         {{"--lr", "nan"}, "nan"},
         {{"--lr", "inf"}, "inf"},
-        {{"--lr", "0"}, "'0'"},
-        {{"--beta1", "1"}, "'1'"},
+        {{"--lr", "-1e-9"}, "'-1e-9'"},
+        {{"--beta1", "1"}, "1: must be in [0, 1)"},
+        {{"--beta1", "nan"}, "nan"},
+        {{"--eps", "0"}, "0: must be finite and positive"},
+        {{"--weight-decay", "1e300"}, "inf: must be finite"},
+        {{"--top-p", "0"}, "0: must be above 0"},
+        {{"--temperature", "-1"}, "-1: must be 0 (greedy)"},
+        {{"--muon-ns", "newton"}, "newton"},
+        {{"--layers", "-1"}, "'-1'"},
         {{"--beta2", "-0.1"}, "-0.1"},
         {{"--grad-clip", "-1"}, "-1"},
         {{"--top-k", "-1"}, "-1"},
@@ -174,8 +184,61 @@ TEST(Options, ResumeTakesTheSavedValuesAndReportsChanges) {
         });
     };
     EXPECT_NE(refused("--seed", "2").find("--seed"), std::string::npos);
+    EXPECT_EQ(refused("--seed", "+1337"), "");
+    EXPECT_EQ(refused("--seed", "0x539"), "");
     EXPECT_NE(refused("--optimizer", "muon").find("--optimizer"), std::string::npos);
     EXPECT_EQ(refused("--lr", "5e-4"), "");
+}
+
+// The same number written in another way is no change.
+TEST(Options, ResumeComparesValuesNotText) {
+    const json saved =
+        parse_train({"--lr", ".001", "--keep", "+5", "--steps", "0x40", "--beta1", "9e-1"}).values;
+    EXPECT_EQ(saved["lr"], 0.001);
+    EXPECT_EQ(saved["keep"], 5);
+    EXPECT_EQ(saved["steps"], 64);
+    std::vector<std::string> changes;
+    const TrainCommand resumed = resume_train(
+        parse_train({"--lr", "1e-3", "--keep", "5", "--steps", "64", "--beta1", ".9"}), saved, changes);
+    EXPECT_EQ(changes, std::vector<std::string>{});
+    EXPECT_EQ(resumed.values["lr"], 0.001);
+}
+
+// What the checkpoint has counts as given; the steps of other epochs are counted anew.
+TEST(Options, ResumeDerivesNothingAnewFromADefault) {
+    json saved = parse_train({}).values;
+    saved["steps"] = 40;  // as the run had them, from --epochs 1
+    saved["warmup"] = 700;
+    std::vector<std::string> changes;
+    const TrainCommand same = resume_train(parse_train({}), saved, changes);
+    EXPECT_TRUE(same.given.contains("warmup"));
+    EXPECT_EQ(same.options.steps, 40u);
+    EXPECT_EQ(resume_train(parse_train({"--epochs", "2"}), saved, changes).options.steps, 0u);
+    EXPECT_EQ(resume_train(parse_train({"--epochs", "2", "--steps", "9"}), saved, changes).options.steps, 9u);
+}
+
+TEST(Options, StrayAndRepeatedArguments) {
+    const auto message = [](const std::vector<std::string>& arguments) {
+        return error_of([&] { parse_train(arguments); });
+    };
+    EXPECT_EQ(message({"x"}), "x: not an option (see train_gpt --help)");
+    EXPECT_EQ(message(std::vector<std::string>(10000, "x")),
+              "x: not an option, and 9999 more like it (see train_gpt --help)");
+    EXPECT_EQ(message({"--lr", "1", "--lr", "2"}), "--lr: given twice (see train_gpt --help)");
+    EXPECT_EQ(message({"--lr=1", "--lr=2", "--lr=3"}), "--lr: given 3 times (see train_gpt --help)");
+}
+
+// A terminal would obey an escape sequence in a file's name.
+TEST(Console, ErrorsAreOneShortLineOfText) {
+    const auto printed = [](const std::string& text) {
+        testing::internal::CaptureStderr();
+        console_error(text);
+        return testing::internal::GetCapturedStderr();
+    };
+    EXPECT_EQ(printed("caf\xC3\xA9: \x1b[2J\nno\xFF"), "train_gpt: caf\xC3\xA9: \uFFFD[2J\uFFFDno\uFFFD\n");
+    const std::string path(4000, 'x');
+    EXPECT_EQ(printed("--out " + path + ": no"),
+              "train_gpt: --out " + path.substr(0, 994) + " ... " + path.substr(0, 996) + ": no\n");
 }
 
 TEST(Console, TablesAndNumbers) {
@@ -201,7 +264,7 @@ TEST(RunLog, AResumedRunCutsTheLogBack) {
     const std::string folder = testing::TempDir() + "mugpt_run_log";
     std::filesystem::remove_all(folder);
     RunLog log = run_log_open(folder);
-    run_log_start(log, 0);
+    run_log_start(log);
     for (uint64_t step = 1; step <= 5; step++) {
         run_log_write(log, "train", step, {{"loss", 1.0 / 3.0}});
         run_log_train_line(log, step, 1.0 / 3.0, 6e-7, 1.5);
@@ -212,7 +275,7 @@ TEST(RunLog, AResumedRunCutsTheLogBack) {
         << "{\"type\":\"train\",\"st";  // killed while writing
 
     log = run_log_open(folder);
-    run_log_start(log, 3);
+    run_log_resume(log, 3, 0);
     run_log_write(log, "train", 4, {{"loss", 0.25}});
     run_log_close(log);
     std::istringstream lines(read_file(folder + "/log.jsonl"));
@@ -230,20 +293,101 @@ TEST(RunLog, AResumedRunCutsTheLogBack) {
         read_file(folder + "/main.log").find("s:3 trl:0.3333 lr:6.000000e-07 norm:1.50\ns:3 tel:2.0000\n"),
         std::string::npos);
 
-    // A new run (step 0) starts new files.
+    // A new run starts new files.
     log = run_log_open(folder);
-    run_log_start(log, 0);
+    run_log_start(log);
     run_log_close(log);
     EXPECT_EQ(read_file(folder + "/log.jsonl"), "");
     std::filesystem::remove_all(folder);
 }
 
+// The checkpoint of step 2 was saved with one skipped step. What followed it is gone: the second skipped
+// step, which has the same `step`, the start of a run that came no further, and the end of a run that goes
+// on.
+TEST(RunLog, TheCutKeepsWhatTheCheckpointKnew) {
+    const std::string folder = testing::TempDir() + "mugpt_run_log_cut";
+    std::filesystem::remove_all(folder);
+    RunLog log = run_log_open(folder);
+    run_log_start(log);
+    const std::vector<std::string> before = {
+        R"({"type":"config","step":0})",
+        R"({"type":"train","step":1})",
+        R"({"type":"skip","step":1,"skipped":1})",
+        R"({"type":"train","step":2})",
+        R"({"type":"val","step":2})",
+        R"({"type":"checkpoint","step":2})",
+        R"({"type":"sample","step":2})",
+    };
+    std::vector<std::string> after = {
+        R"({"type":"done","step":2})",
+        R"({"type":"config","step":2})",
+        R"({"type":"skip","step":2,"skipped":2})",
+        R"({"type":"train","step":3})",
+    };
+    const auto write = [&](const std::string& line) {
+        json fields = json::parse(line);
+        const std::string type = fields["type"];
+        const uint64_t step = fields["step"];
+        fields.erase("type");
+        fields.erase("step");
+        run_log_write(log, type.c_str(), step, fields);
+    };
+    for (const std::string& line : before) write(line);
+    for (const std::string& line : after) write(line);
+    run_log_close(log);
+    log = run_log_open(folder);
+    run_log_resume(log, 2, 1);
+    run_log_close(log);
+    std::string expected;
+    for (const std::string& line : before) expected += line + "\n";
+    EXPECT_EQ(read_file(folder + "/log.jsonl"), expected);
+    std::filesystem::remove_all(folder);
+}
+
+TEST(RunLog, FaultsHaveTheirReason) {
+    const std::string folder = testing::TempDir() + "mugpt_run_log_faults";
+    std::filesystem::remove_all(folder);
+    RunLog log = run_log_open(folder);
+    EXPECT_FALSE(std::filesystem::exists(folder)) << "only a start makes it";
+    run_log_start(log);
+    run_log_close(log);
+    // A log that cannot be read is not an empty one.
+    std::filesystem::remove(folder + "/log.jsonl");
+    std::filesystem::create_directory(folder + "/log.jsonl");
+    log = run_log_open(folder);
+    EXPECT_NE(error_of([&] { run_log_resume(log, 3, 0); }).find("log.jsonl: is a folder"), std::string::npos);
+    const std::string message = error_of([&] { run_log_start(log); });
+    EXPECT_NE(message.find("log.jsonl: Is a directory"), std::string::npos) << message;
+    EXPECT_FALSE(std::filesystem::exists(folder + "/log.jsonl.tmp"));
+    run_log_close(log);
+    std::filesystem::remove_all(folder);
+    // A full disk, while a line is written.
+    FILE* full = fopen("/dev/full", "w");
+    if (full == nullptr) GTEST_SKIP() << "no /dev/full here";
+    log.folder = folder;
+    log.jsonl = full;
+    errno = 0;
+    const std::string long_text(100000, 'x');  // longer than any buffer
+    for (const std::string& text : {std::string("x"), long_text}) {
+        EXPECT_NE(error_of([&] {
+                      run_log_write(log, "sample", 1, {{"text", text}});
+                  }).find("No space left"),
+                  std::string::npos);
+    }
+    run_log_close(log);
+}
+
 TEST(RunLog, OneRunAtATime) {
     const std::string folder = testing::TempDir() + "mugpt_run_lock";
-    RunLog first = run_log_open(folder);
+    std::filesystem::remove_all(folder);
+    // Both begin where there is no folder yet; the first to start has it.
+    RunLog first = run_log_open(folder), late = run_log_open(folder);
+    run_log_start(first);
+    EXPECT_NE(error_of([&] { run_log_start(late); }).find("another run"), std::string::npos);
     EXPECT_NE(error_of([&] { run_log_open(folder); }).find("another run"), std::string::npos);
     run_log_close(first);
     RunLog second = run_log_open(folder);
+    EXPECT_NE(error_of([&] { run_log_open(folder); }).find("another run"), std::string::npos);
     run_log_close(second);
     std::filesystem::remove_all(folder);
 }

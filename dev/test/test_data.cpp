@@ -476,8 +476,8 @@ TEST_F(LoaderTest, IdsOutsideTheVocabularyAreRefused) {
                 if (id == 502) {
                     EXPECT_NO_THROW(open());
                 } else {
-                    expect_error(
-                        open, {name, "token " + std::to_string(position), "id " + std::to_string(id), "503"});
+                    expect_error(open, {"--train-data " + name, "token " + std::to_string(position),
+                                        "id " + std::to_string(id), "503"});
                 }
             }
         }
@@ -526,7 +526,7 @@ TEST_F(LoaderTest, BatchesOfAnEpoch) {
     EXPECT_EQ(batches("a.bin"), 1u);
     EXPECT_EQ(batches("c65.bin"), 1u);
     EXPECT_EQ(batches("[ab].bin"), 3u);
-    expect_error([&] { batches("d64.bin"); }, {"64 tokens", "7 windows", "65 tokens"});
+    expect_error([&] { batches("d64.bin"); }, {"64 tokens", "7 rows", "65 tokens"});
 }
 
 TEST_F(LoaderTest, EveryWindowOnceAnEpochInANewOrder) {
@@ -618,6 +618,21 @@ TEST_F(LoaderTest, FingerprintNoticesChangedData) {
     for (const std::string sub : {"renamed", "added", "shortened", "edited"}) {
         EXPECT_NE(fingerprint(sub), original) << sub;
     }
+    // What differs is said in the words of the command line.
+    EXPECT_EQ(loader_difference(original, original), "");
+    const std::pair<json, const char*> differences[] = {
+        {fingerprint("renamed"), "s1a.bin stands where s1.bin was"},
+        {fingerprint("added"), "a.bin stands where s0.bin was"},
+        {fingerprint("shortened"), "s1.bin has another size"},
+        {fingerprint("edited"), "s1.bin has other contents"},
+        {fingerprint("original", 8, 8), "--batch-size was 4, is 8"},
+        {fingerprint("original", 4, 4), "--seq-len was 8, is 4"},
+        {fingerprint("original", 4, 8, 2), "--seed was 1, is 2"},
+    };
+    for (const auto& [changed, text] : differences) EXPECT_EQ(loader_difference(original, changed), text);
+    fs::remove(path("added/a.bin"));
+    write_bytes(path("added/t.bin"), shard(counting(1000)));
+    EXPECT_EQ(loader_difference(original, fingerprint("added")), "4 files, were 3");
     EXPECT_NE(fingerprint("original", 8, 8), original);
     EXPECT_NE(fingerprint("original", 4, 4), original);
     EXPECT_NE(fingerprint("original", 8, 4), original);  // the same tokens a batch
@@ -698,18 +713,18 @@ TEST_F(TokenizerTest, WritesGpt2sByteAlphabet) {
 
 TEST_F(TokenizerTest, ReadsWhatItWrites) {
     tokenizer_write(path("bytes.json"), byte_tokenizer());
-    const Tokenizer read = tokenizer_read(path("bytes.json"));
+    const Tokenizer read = tokenizer_read(path("bytes.json"), "--tokenizer");
     EXPECT_EQ(read.bytes, byte_tokenizer().bytes);
     EXPECT_EQ(read.end_of_text, 256);
-    EXPECT_TRUE(read.byte_level);
+    EXPECT_EQ(read.obstacle, "");
     // Bytes in another order, and an id that is not used.
     Tokenizer shuffled;
-    shuffled.byte_level = true;
+    shuffled.obstacle = "";
     shuffled.bytes = {"<|endoftext|>", ""};
     shuffled.end_of_text = 0;
     for (int byte = 255; byte >= 0; byte--) shuffled.bytes.emplace_back(1, static_cast<char>(byte));
     tokenizer_write(path("shuffled.json"), shuffled);
-    const Tokenizer again = tokenizer_read(path("shuffled.json"));
+    const Tokenizer again = tokenizer_read(path("shuffled.json"), "--tokenizer");
     EXPECT_EQ(again.bytes, shuffled.bytes);
     EXPECT_EQ(again.end_of_text, 0);
     EXPECT_EQ(encode(again, "A"), std::vector<int>{2 + 255 - 'A'});
@@ -735,11 +750,11 @@ std::string patched(const std::string& text, const std::string& patch) {
 
 TEST_F(TokenizerTest, ReadsAVocabularyWithMergesForDecoding) {
     write_bytes(path("tokenizer.json"), gpt2_like);
-    const Tokenizer tokenizer = tokenizer_read(path("tokenizer.json"));
+    const Tokenizer tokenizer = tokenizer_read(path("tokenizer.json"), "--tokenizer");
     EXPECT_EQ(tokenizer.vocab_size(), 8u);
     EXPECT_EQ(tokenizer.end_of_text, 7);
     EXPECT_EQ(decode(tokenizer, {3, 4, 5, 6, 7, 2, 0}), "hi hi\n\n\xC3\xA9<|endoftext|> h");
-    EXPECT_FALSE(tokenizer.byte_level);
+    EXPECT_EQ(tokenizer.obstacle, "has merges");
     expect_error([&] { encode(tokenizer, "hi"); }, {"merges"});
     expect_error([&] { tokenizer_write(path("x.json"), tokenizer); }, {path("x.json"), "byte tokenizer"});
 }
@@ -748,15 +763,19 @@ TEST_F(TokenizerTest, ReadsAVocabularyWithMergesForDecoding) {
 TEST_F(TokenizerTest, EncodesOnlyWhereBytesAreAllThereIs) {
     tokenizer_write(path("bytes.json"), byte_tokenizer());
     const std::string bytes = read_bytes(path("bytes.json"));
-    EXPECT_TRUE(tokenizer_read(path("bytes.json")).byte_level);
-    for (const char* patch : {
-             R"({"normalizer": {"type": "NFC"}})", R"({"pre_tokenizer": {"add_prefix_space": true}})",
-             R"({"pre_tokenizer": {"type": "Whitespace"}})", R"({"model": {"merges": ["a b"]}})",
-             R"({"model": {"vocab": {"the": 300}}})",  // a token of three bytes
-             R"({"model": {"vocab": {"a": null}}})",   // a byte without a token
-         }) {
+    EXPECT_EQ(tokenizer_read(path("bytes.json"), "").obstacle, "");
+    const std::pair<const char*, const char*> cases[] = {
+        {R"({"normalizer": {"type": "NFC"}})", "normalizer"},
+        {R"({"pre_tokenizer": {"add_prefix_space": true}})", "prefix space"},
+        {R"({"pre_tokenizer": {"type": "Whitespace"}})", "pre_tokenizer"},
+        {R"({"model": {"merges": ["a b"]}})", "merges"},
+        {R"({"model": {"vocab": {"the": 300}}})", "several bytes"},
+        {R"({"model": {"vocab": {"a": null}}})", "no token for some bytes"},
+    };
+    for (const auto& [patch, word] : cases) {
         write_bytes(path("changed.json"), patched(bytes, patch));
-        EXPECT_FALSE(tokenizer_read(path("changed.json")).byte_level) << patch;
+        const Tokenizer changed = tokenizer_read(path("changed.json"), "");
+        expect_error([&] { encode(changed, "a"); }, {word});
     }
 }
 
@@ -771,6 +790,7 @@ TEST_F(TokenizerTest, RejectsEverythingElse) {
         {"{}", "byte-level"},
         {patched(good, R"({"model": null})"), "model.vocab"},
         {patched(good, R"({"model": {"vocab": [["a", -1.5]]}})"), "model.vocab"},
+        {R"({"model": {"vocab": {}}, "decoder": {"type": "ByteLevel"}})", "vocabulary is empty"},
         {patched(good, R"({"decoder": {"type": "WordPiece"}})"), "ByteLevel"},
         {patched(good, R"({"decoder": null})"), "ByteLevel"},
         {patched(good, R"({"model": {"vocab": {"x": -1}}})"), "id -1"},
@@ -787,10 +807,11 @@ TEST_F(TokenizerTest, RejectsEverythingElse) {
     };
     for (const auto& [text, part] : cases) {
         write_bytes(name, text);
-        expect_error([&] { tokenizer_read(name); }, {name, part});
+        expect_error([&] { tokenizer_read(name, "--tokenizer"); }, {"--tokenizer " + name, part});
     }
-    expect_error([&] { tokenizer_read(path("missing.json")); }, {path("missing.json"), "No such file"});
-    expect_error([&] { tokenizer_read(folder); }, {folder.string(), "folder"});
+    expect_error([&] { tokenizer_read(path("missing.json"), "--tokenizer"); },
+                 {"--tokenizer " + path("missing.json"), "No such file"});
+    expect_error([&] { tokenizer_read(folder, "--tokenizer"); }, {folder.string(), "folder"});
 }
 
 std::string shown(const std::string& bytes) {
@@ -815,6 +836,13 @@ TEST(Printable, NothingReachesTheTerminalButText) {
     EXPECT_EQ(shown("\xED\xA0\x80"), replaced + replaced + replaced);                 // a surrogate
     EXPECT_EQ(shown("\xF4\x90\x80\x80"), replaced + replaced + replaced + replaced);  // above U+10FFFF
     EXPECT_EQ(shown("\xE2\x82."), replaced + replaced + ".");
+}
+
+TEST(Printable, OneLine) {
+    EXPECT_EQ(printable_line("a\nb\tc\x1b[2J \xC2\x9B caf\xC3\xA9"),
+              "a\uFFFDb\uFFFDc\uFFFD[2J \uFFFD caf\xC3\xA9");
+    EXPECT_EQ(printable_line("cut \xF0\x9F"), "cut \uFFFD");
+    EXPECT_EQ(printable_line(""), "");
 }
 
 TEST(Printable, WaitsForTheRestOfACharacter) {
@@ -895,7 +923,7 @@ TEST_F(Tokenize, CutsTheEndOfEachFileForValidation) {
     const Ids val = expected_ids({a.substr(900), b.substr(b_cut)});
     EXPECT_EQ(read_shard(path("out_train_000.bin")), train);
     EXPECT_EQ(read_shard(path("out_val_000.bin")), val);
-    EXPECT_EQ(tokenizer_read(path("out_tokenizer.json")).bytes, byte_tokenizer().bytes);
+    EXPECT_EQ(tokenizer_read(path("out_tokenizer.json"), "--tokenizer").bytes, byte_tokenizer().bytes);
     EXPECT_EQ(printed, path("empty.txt") + "  passed over: empty\n" + path("out_train_000.bin") + "  " +
                            std::to_string(train.size()) + " tokens\n" + path("out_val_000.bin") + "  " +
                            std::to_string(val.size()) + " tokens\n" + path("out_tokenizer.json") +
@@ -990,7 +1018,7 @@ TEST_F(Tokenize, ReadsItsOwnTokenizerAndAnyName) {
 // More ids than 16 bits hold: the 32-bit format, and no id is wrapped.
 TEST_F(Tokenize, WideVocabulary) {
     Tokenizer wide;
-    wide.byte_level = true;
+    wide.obstacle = "";
     wide.bytes.resize(70'000);
     for (size_t byte = 0; byte < 256; byte++)
         wide.bytes[byte * 270] = std::string(1, static_cast<char>(byte));

@@ -7,11 +7,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <sstream>
@@ -20,6 +23,8 @@
 #include <vector>
 
 #include "data/token_files.h"
+#include "data/tokenizer.h"
+#include "model/safetensors.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -56,12 +61,15 @@ struct Folder {
     std::string operator/(const std::string& name) const { return (path / name).string(); }
 };
 
-// Starts the program with stdout and stderr into files of `folder`.
+// Starts the program with stdout and stderr into files of `folder`, or stdout into another file.
 pid_t start(const Folder& folder, const std::vector<std::string>& arguments,
-            rlim_t file_limit = RLIM_INFINITY) {
+            rlim_t file_limit = RLIM_INFINITY, const std::string& stdout_path = "") {
+    fs::remove(folder / "stdout");  // a wait for its text must not see an earlier run's
     const pid_t pid = fork();
     if (pid != 0) return pid;
-    const int out = open((folder / "stdout").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
+    setenv("OMP_WAIT_POLICY", "passive", 1);  // on a busy machine, threads that spin take turns with others
+    const std::string out_path = stdout_path.empty() ? folder / "stdout" : stdout_path;
+    const int out = open(out_path.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
     const int err = open((folder / "stderr").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
     dup2(out, STDOUT_FILENO);
     dup2(err, STDERR_FILENO);
@@ -146,12 +154,85 @@ Arguments tiny(const Folder& folder, const std::string& out, const Arguments& mo
     return arguments;
 }
 
+// The same with other values of some options.
+Arguments tiny_with(const Folder& folder, const std::string& out, const Arguments& changes) {
+    Arguments arguments = tiny(folder, out);
+    for (size_t i = 0; i < changes.size(); i += 2) {
+        const auto at = std::find(arguments.begin(), arguments.end(), changes[i]);
+        if (at != arguments.end()) {
+            *(at + 1) = changes[i + 1];
+        } else {
+            arguments.insert(arguments.end(), {changes[i], changes[i + 1]});
+        }
+    }
+    return arguments;
+}
+
+std::vector<json> log_lines(const std::string& folder) {
+    std::vector<json> lines;
+    std::ifstream file(folder + "/log.jsonl");
+    for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
+    return lines;
+}
+
+// Steps of the checkpoints in a folder.
+std::vector<uint64_t> checkpoints(const std::string& folder) {
+    std::vector<uint64_t> steps;
+    if (!fs::exists(folder)) return steps;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+        const std::string name = entry.path().filename().string();
+        if (name.starts_with("step_")) steps.push_back(std::stoul(name.substr(5)));
+    }
+    std::sort(steps.begin(), steps.end());
+    return steps;
+}
+
+// Drops every other checkpoint, as if the process had been killed right after it saved this one.
+void keep_checkpoint(const std::string& folder, uint64_t step) {
+    for (const uint64_t other : checkpoints(folder)) {
+        char name[32];
+        snprintf(name, sizeof(name), "/step_%08lu", other);
+        if (other != step) fs::remove_all(folder + name);
+    }
+}
+
+// Waits, half a minute at most, until a file holds a text.
+void wait_for(const std::string& path, const std::string& text) {
+    for (int i = 0; i < 1500 && read_file(path).find(text) == std::string::npos; i++)
+        std::this_thread::sleep_for(milliseconds(20));
+}
+
+// Gives a tensor of a model folder one value, from element `first` on.
+void overwrite_tensor(const std::string& folder, const std::string& name, float value, size_t first = 0) {
+    const std::string path = folder + "/model.safetensors";
+    size_t offset, count;
+    {
+        const SafeTensorsFile file = safetensors_open(path);
+        const SafeTensor& tensor = file.tensors.at(name);
+        offset = static_cast<size_t>(static_cast<const char*>(tensor.data) - file.file.data.get()) +
+                 first * sizeof(float);
+        count = tensor.bytes / sizeof(float) - first;
+    }
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(offset));
+    for (size_t i = 0; i < count; i++) file.write(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// Every file of a folder with its contents and the time of its last change.
+using Snapshot = std::map<std::string, std::pair<std::string, fs::file_time_type>>;
+Snapshot snapshot(const std::string& folder) {
+    Snapshot files;
+    for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+        const std::string text = entry.is_regular_file() ? read_file(entry.path()) : "";
+        files[entry.path().string()] = {text, entry.last_write_time()};
+    }
+    return files;
+}
+
 // The training lines of a log without the fields that hold times.
 std::vector<std::string> training_lines(const std::string& folder) {
     std::vector<std::string> lines;
-    std::ifstream file(folder + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) {
-        json object = json::parse(line);
+    for (json object : log_lines(folder)) {
         if (object["type"] != "train" && object["type"] != "val") continue;
         for (const char* time : {"ms", "optimizer_ms", "tokens_per_second", "mfu", "peak_bytes"})
             object.erase(time);
@@ -188,23 +269,12 @@ TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
         ASSERT_EQ(straight.status, 0) << straight.err;
         const auto expected = training_lines(folder / "straight");
         ASSERT_EQ(expected.size(), 20u + 4u);  // 20 steps; validation at 0, 7, 14, 20
-        // 97 rows make 24 micro-batches an epoch, 3 a step: step 8 ends epoch 1, step 9 begins epoch 2.
+        // 103 rows make 25 micro-batches an epoch, 3 a step: epoch 2 begins inside step 9.
         for (const char* at : {"1", "7", "8", "9", "13", "19"}) {
             const std::string out = std::string("resumed") + at;
-            // The first half ends at step `at` as by a signal, on the schedule of the whole run.
-            Arguments first =
-                tiny(folder, out, {"--optimizer", optimizer, "--checkpoint-every", at, "--keep", "0"});
-            // (given twice would be refused: take the first --checkpoint-every out)
-            const auto twice = std::find(first.begin(), first.end(), "--checkpoint-every");
-            first.erase(twice, twice + 2);
-            ASSERT_EQ(run(folder, first).status, 0);
-            // Drop everything after `at`, as if the process had been killed right after that save.
-            for (const auto& entry : fs::directory_iterator(folder / out)) {
-                const std::string name = entry.path().filename().string();
-                if (name.starts_with("step_") && std::stoul(name.substr(5)) != std::stoul(at)) {
-                    fs::remove_all(entry.path());
-                }
-            }
+            const Arguments changes = {"--optimizer", optimizer, "--checkpoint-every", at, "--keep", "0"};
+            ASSERT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
+            keep_checkpoint(folder / out, std::stoul(at));
             const Result resumed = run(folder, {"--out", folder / out, "--resume"});
             ASSERT_EQ(resumed.status, 0) << resumed.err;
             EXPECT_EQ(training_lines(folder / out), expected) << optimizer << " at " << at;
@@ -215,6 +285,55 @@ TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
             }
         }
     }
+}
+
+// Steps from --epochs, the warm-up's tenth and the model's shape are the run's own, not the defaults of a
+// later command line.
+TEST(Program, ResumeKeepsWhatTheStraightRunDerived) {
+    Folder folder;
+    const auto derived = [&](const std::string& out) {
+        Arguments arguments = tiny_with(folder, out, {"--checkpoint-every", "15", "--keep", "0"});
+        for (const char* name : {"--steps", "--warmup"}) {
+            const auto at = std::find(arguments.begin(), arguments.end(), name);
+            arguments.erase(at, at + 2);
+        }
+        arguments.insert(arguments.end(), {"--epochs", "4"});  // of 25 micro-batches, 3 a step
+        return arguments;
+    };
+    ASSERT_EQ(run(folder, derived("straight")).status, 0);
+    ASSERT_EQ(run(folder, derived("resumed")).status, 0);
+    keep_checkpoint(folder / "resumed", 15);
+    const json options = log_lines(folder / "straight")[0]["options"];
+    EXPECT_EQ(options["steps"], 33);
+    EXPECT_EQ(options["warmup"], 3);
+    const Result resumed = run(folder, {"--out", folder / "resumed", "--resume", "--layers", "2"});
+    ASSERT_EQ(resumed.status, 0) << resumed.err;
+    EXPECT_EQ(training_lines(folder / "resumed"), training_lines(folder / "straight"));
+    EXPECT_EQ(resumed.out.find("changed since"), std::string::npos) << resumed.out;
+    const Result longer = run(folder, {"--out", folder / "resumed", "--resume", "--epochs", "5"});
+    ASSERT_EQ(longer.status, 0) << longer.err;
+    EXPECT_EQ(checkpoints(folder / "resumed").back(), 41u);
+}
+
+// A warm-up that was given keeps its length even where it is the default's: 700 of 1000 steps.
+TEST(Program, ResumeKeepsAGivenWarmup) {
+    Folder folder;
+    Arguments arguments = tiny_with(folder, "run", {"--steps", "1000", "--warmup", "700"});
+    for (int part = 0; part < 2; part++) {
+        const pid_t pid = start(folder, arguments);
+        wait_for(folder / "stdout", "tok/s");
+        kill(pid, SIGTERM);
+        const Result result = finish(folder, pid);
+        ASSERT_EQ(result.status, 0) << result.err;
+        arguments = {"--out", folder / "run", "--resume"};
+    }
+    size_t steps = 0;
+    for (const json& line : log_lines(folder / "run")) {
+        if (line["type"] != "train") continue;
+        steps++;
+        EXPECT_EQ(line["lr"], 3e-3 * line["step"].get<double>() / 700) << line["step"];
+    }
+    EXPECT_GE(steps, 2u);
 }
 
 TEST(Program, ThreadsDoNotChangeTheBits) {
@@ -230,16 +349,7 @@ TEST(Program, ThreadsDoNotChangeTheBits) {
 TEST(Program, ValidationSamplesAndCheckpointsDoNotDisturbTraining) {
     Folder folder;
     const auto losses = [&](const std::string& out, const Arguments& changes) {
-        Arguments arguments = tiny(folder, out);
-        for (size_t i = 0; i < changes.size(); i += 2) {
-            const auto at = std::find(arguments.begin(), arguments.end(), changes[i]);
-            if (at != arguments.end()) {
-                *(at + 1) = changes[i + 1];
-            } else {
-                arguments.insert(arguments.end(), {changes[i], changes[i + 1]});
-            }
-        }
-        EXPECT_EQ(run(folder, arguments).status, 0);
+        EXPECT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
         std::vector<std::string> lines;
         for (const std::string& line : training_lines(folder / out)) {
             if (json::parse(line)["type"] == "train") lines.push_back(line);
@@ -258,9 +368,13 @@ TEST(Program, LearnsAndWritesItsLogs) {
     const Result result = run(folder, tiny(folder, "run", {"--optimizer", "muon"}));
     ASSERT_EQ(result.status, 0) << result.err;
     EXPECT_NE(result.out.find("Muon"), std::string::npos);
-    std::ifstream file(folder / "run/log.jsonl");
-    std::vector<json> lines;
-    for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
+    const std::vector<json> lines = log_lines(folder / "run");
+    const std::string readme = read_file("README.md");
+    for (const json& line : lines) {
+        EXPECT_NE(readme.find("| `" + line["type"].get<std::string>() + "` |"), std::string::npos) << line;
+        for (const auto& [key, value] : line.items())
+            EXPECT_NE(readme.find("`" + key + "`"), std::string::npos) << "README lacks the key " << key;
+    }
     EXPECT_EQ(lines.front()["type"], "config");
     EXPECT_EQ(lines.front()["options"]["lr"], 3e-3);
     EXPECT_EQ(lines.back()["type"], "done");
@@ -303,7 +417,7 @@ TEST(Program, ResumeSaysWhatChangedAndRefusesWhatCannot) {
     expect_rejected(folder, {"--out", folder / "run", "--resume", "--steps", "30", "--optimizer", "muon"},
                     {"--optimizer", "muon"});
     expect_rejected(folder, {"--out", folder / "run", "--resume", "--steps", "30", "--batch-size", "3"},
-                    {"--new-data"});
+                    {"--new-data", "--batch-size was 4, is 3"});
     // Without --resume the folder is not touched.
     expect_rejected(folder, tiny(folder, "run"), {"--out", "--resume"});
 }
@@ -313,10 +427,10 @@ TEST(Program, ChangedDataAreNoticedOnResume) {
     ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
     const Arguments resume = {"--out", folder / "run", "--resume", "--steps", "22"};
     fs::rename(folder / "data_train_001.bin", folder / "data_train_002.bin");
-    expect_rejected(folder, resume, {"--train-data", "--new-data"});
+    expect_rejected(folder, resume, {"--train-data", "--new-data", "data_train_002.bin"});
     fs::rename(folder / "data_train_002.bin", folder / "data_train_001.bin");
     write_shard(folder / "data_train_001.bin", 500, 101, 2);  // shorter
-    expect_rejected(folder, resume, {"--train-data", "--new-data"});
+    expect_rejected(folder, resume, {"--train-data", "--new-data", "data_train_001.bin has another size"});
     Arguments anew = resume;
     anew.push_back("--new-data");
     const Result result = run(folder, anew);
@@ -338,13 +452,173 @@ TEST(Program, SignalsFinishTheStepSaveAndExitCleanly) {
         const Result result = finish(folder, pid);
         EXPECT_EQ(result.status, 0) << result.err;
         EXPECT_NE(result.out.find("stopped by a signal after step"), std::string::npos);
-        size_t checkpoints = 0;
-        for (const auto& entry : fs::directory_iterator(folder / "run")) {
-            checkpoints += entry.path().filename().string().starts_with("step_");
-        }
-        EXPECT_EQ(checkpoints, 1u);
+        EXPECT_EQ(checkpoints(folder / "run").size(), 1u);
         EXPECT_EQ(run(folder, {"--out", folder / "run", "--resume", "--steps", "4"}).status, 0);
     }
+}
+
+// The step that a signal falls into may be the last: then the run is done, not stopped.
+TEST(Program, ASignalInTheLastStepChangesNothing) {
+    Folder folder;
+    const pid_t pid = start(
+        folder, tiny_with(folder, "run", {"--steps", "1", "--tokens-per-step", "57600", "--warmup", "0"}));
+    wait_for(folder / "run/log.jsonl", "val");
+    kill(pid, SIGTERM);
+    const Result result = finish(folder, pid);
+    EXPECT_EQ(result.status, 0) << result.err;
+    EXPECT_EQ(result.out.find("stopped"), std::string::npos) << result.out;
+    EXPECT_EQ(log_lines(folder / "run").back()["type"], "done");
+}
+
+// Nothing that is there may be lost, not even the log, because no checkpoint can be read.
+TEST(Program, DamagedCheckpointsAreNotStartedOver) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny_with(folder, "run", {"--checkpoint-every", "10"})).status, 0);
+    for (const char* step : {"10", "20"}) {
+        const std::string name = std::string("run/step_000000") + step;
+        overwrite_tensor(folder / name, "transformer.ln_f.bias", 1.0f);
+    }
+    fs::remove(folder / "run/.lock");  // as in a folder that was copied
+    const Snapshot before = snapshot(folder / "run");
+    expect_rejected(folder, tiny(folder, "run", {"--resume"}),
+                    {"--out", "step_00000020", "model.safetensors"});
+    expect_rejected(folder, tiny(folder, "run"), {"--out", "step_00000020", "model.safetensors"});
+    EXPECT_EQ(snapshot(folder / "run"), before);
+}
+
+// A model folder with damaged weights: every gradient is NaN, and no step can be taken.
+TEST(Program, NanEndsTheRunWithOneLine) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "good")).status, 0);
+    const std::string good = folder / "good/step_00000020", damaged = folder / "damaged";
+    fs::copy(good, damaged);
+    overwrite_tensor(damaged, "transformer.h.1.mlp.c_fc.bias", NAN);
+    const Arguments from_damaged = {"--model",           damaged, "--train-data", folder / "data_train_*.bin",
+                                    "--batch-size",      "4",     "--steps",      "20",
+                                    "--tokens-per-step", "288",   "--out",        folder / "run"};
+    expect_rejected(folder, from_damaged, {"10 times in a row", "wte.weight", "there is no checkpoint"});
+    EXPECT_EQ(checkpoints(folder / "run"), std::vector<uint64_t>{});
+    const std::vector<json> lines = log_lines(folder / "run");
+    EXPECT_EQ(lines.back()["type"], "skip");
+    EXPECT_EQ(lines.back()["skipped"], 10);
+    expect_rejected(folder, {"generate", "--model", damaged}, {"NaN"});
+    // Damage where no gradient sees it, in a position that no row reaches, is not saved either.
+    fs::remove_all(damaged);
+    fs::remove_all(folder / "run");
+    fs::copy(good, damaged);
+    overwrite_tensor(damaged, "transformer.wpe.weight", INFINITY, 12 * 48);
+    Arguments short_rows = from_damaged;
+    short_rows.insert(short_rows.end(), {"--seq-len", "12", "--checkpoint-every", "1"});
+    expect_rejected(folder, short_rows, {"wpe.weight"});
+    EXPECT_EQ(checkpoints(folder / "run"), std::vector<uint64_t>{});
+}
+
+// Weights that overflow: a signal after a skipped step saves the state with that step counted, and what the
+// resumed run skips is counted on from there.
+TEST(Program, SkippedStepsAreSavedAndLoggedOnce) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "good")).status, 0);
+    const std::string model = folder / "good/step_00000020";
+    overwrite_tensor(model, "transformer.wte.weight", 1e30f);
+    overwrite_tensor(model, "transformer.ln_f.weight", 1e30f);
+    const pid_t pid =
+        start(folder, {"--model", model, "--train-data", folder / "data_train_*.bin", "--batch-size", "4",
+                       "--tokens-per-step", "5760", "--steps", "20", "--out", folder / "run"});
+    wait_for(folder / "stdout", "step skipped");
+    kill(pid, SIGTERM);
+    const Result stopped = finish(folder, pid);
+    ASSERT_EQ(stopped.status, 0) << stopped.err;
+    EXPECT_EQ(checkpoints(folder / "run"), std::vector<uint64_t>{0});
+    expect_rejected(folder, {"--out", folder / "run", "--resume"},
+                    {"10 times in a row", "step_00000000 is untouched"});
+    expect_rejected(folder, {"--out", folder / "run", "--resume"}, {"step_00000000 is untouched"});
+    uint64_t skipped = 0;
+    for (const json& line : log_lines(folder / "run")) {
+        if (line["type"] != "skip") continue;
+        EXPECT_EQ(line["skipped"], ++skipped);
+        EXPECT_EQ(line["step"], 0);
+    }
+    EXPECT_GE(skipped, 11u);
+}
+
+// The rows of validation are the same whatever a batch holds, so one number comes out.
+TEST(Program, ValidationIsOneNumberAtAnyBatchSize) {
+    Folder folder;
+    std::vector<uint32_t> tokens(1001);  // ever harder to guess
+    std::mt19937 random(11);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = random() % (1 + i / 10);
+    token_file_write(folder / "val.bin", tokens, 2);
+    std::vector<double> losses;
+    for (const size_t B : {1, 2, 3, 5, 7, 16, 64}) {
+        const std::string out = "run" + std::to_string(B);
+        const Result result =
+            run(folder, tiny_with(folder, out,
+                                  {"--batch-size", std::to_string(B), "--tokens-per-step",
+                                   std::to_string(24 * B), "--steps", "1", "--warmup", "0", "--val-data",
+                                   folder / "val.bin", "--sample-tokens", "0"}));
+        ASSERT_EQ(result.status, 0) << result.err;
+        const json line = log_lines(folder / out)[1];
+        ASSERT_EQ(line["type"], "val");
+        EXPECT_EQ(line["targets"], 41 * 24);  // of 1000
+        losses.push_back(line["val_loss"]);
+        EXPECT_NEAR(losses.back(), losses.front(), 1e-9 * losses.front()) << B;
+    }
+}
+
+// A training step at rate 0 is a dry run: everything happens, and the weights stay as they are.
+TEST(Program, ARateOfZeroMovesNothing) {
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny_with(folder, "run",
+                                    {"--lr", "0", "--checkpoint-every", "1", "--keep", "0", "--steps", "3",
+                                     "--warmup", "1"}))
+                  .status,
+              0);
+    EXPECT_EQ(read_file(folder / "run/step_00000001/model.safetensors"),
+              read_file(folder / "run/step_00000003/model.safetensors"));
+}
+
+// What goes to stdout and does not arrive is an error, whatever the command.
+TEST(Program, AFullStdoutIsReported) {
+    if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
+    Folder folder;
+    ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
+    std::ofstream(folder / "text.txt") << std::string(1000, 'x');
+    for (const Arguments& arguments : {Arguments{"--help"},
+                                       {"--version"},
+                                       {"generate", "--help"},
+                                       {"generate", "--model", folder / "run/step_00000020", "--tokens", "3"},
+                                       {"tokenize", "--input", folder / "text.txt", "--out", folder / "text"},
+                                       tiny(folder, "other")}) {
+        const Result result = finish(folder, start(folder, arguments, RLIM_INFINITY, "/dev/full"));
+        EXPECT_EQ(result.status, 1) << arguments[0];
+        EXPECT_EQ(result.err, "train_gpt: cannot write to stdout: No space left on device\n");
+    }
+}
+
+// The table of owners and the total count the same parameters: a padded vocabulary has more rows in memory.
+TEST(Program, TheOwnersTableAddsUp) {
+    Folder folder;
+    const Result result =
+        run(folder, tiny_with(folder, "run", {"--optimizer", "muon", "--steps", "1", "--warmup", "0"}));
+    ASSERT_EQ(result.status, 0) << result.err;
+    const auto number = [](std::string cell) {
+        std::erase(cell, ',');
+        return std::stoul(cell);
+    };
+    size_t sum = 0, total = 0;
+    std::istringstream text(result.out);
+    for (std::string line; std::getline(text, line);) {
+        std::vector<std::string> cells;
+        std::istringstream row(line);
+        for (std::string cell; std::getline(row, cell, '|');) cells.push_back(cell);
+        if (line.starts_with("| parameters ") && total == 0) total = number(cells[2]);
+        if (cells.size() > 6 &&
+            (cells[2].find("Muon") != std::string::npos || cells[2].find("AdamW ") != std::string::npos))
+            sum += number(cells[5]);
+    }
+    // wte, wpe, two layers of 12 C^2 + 13 C, the last norm.
+    EXPECT_EQ(total, 48u * (101 + 24) + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48);
+    EXPECT_EQ(sum, total);
 }
 
 TEST(Program, SlowTwentyKillsWhileSavingLoseNoCheckpoint) {
@@ -473,11 +747,56 @@ TEST(Program, BadOptionsAreOneLineAndStatus1) {
                     {"keller", "2"});
     Arguments twice = tiny(folder, "run");
     twice.insert(twice.end(), {"--lr", "1e-3"});
-    expect_rejected(folder, twice, {"--lr"});
-    expect_rejected(folder, Arguments(10000, "x"), {"x"});
+    expect_rejected(folder, twice, {"--lr", "given twice"});
+    expect_rejected(folder, Arguments(10000, "x"), {"x", "9999 more"});
+    expect_rejected(folder, with({"--model", "no\x1b[2Jsuch\nthing"}),
+                    {"--model no\uFFFD[2Jsuch\uFFFDthing"});
     expect_rejected(folder, {}, {"--train-data"});
     expect_rejected(folder, {"--resume", "--train-data", folder / "data_train_*.bin"}, {"--resume", "--out"});
-    EXPECT_FALSE(fs::exists(folder / "run/step_00000020"));
+    EXPECT_FALSE(fs::exists(folder / "run")) << "made before all was checked";
+}
+
+// What sampling needs is checked before training begins.
+TEST(Program, TokenizersMustFitModelAndPrompt) {
+    Folder folder;
+    tokenizer_write(folder / "bytes.json", byte_tokenizer());
+    json merges = json::parse(read_file(folder / "bytes.json"));
+    merges["model"]["merges"] = {"a b"};
+    std::ofstream(folder / "merges.json") << merges;
+    const auto with = [&](const std::string& vocabulary, const Arguments& more) {
+        Arguments arguments = tiny_with(folder, "run", {"--vocab-size", vocabulary});
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        return arguments;
+    };
+    const std::string bytes = folder / "bytes.json", merged = folder / "merges.json";
+    expect_rejected(folder, with("300", {"--tokenizer", merged, "--sample-prompt", "hi"}),
+                    {"--sample-prompt", "merges.json has merges"});
+    expect_rejected(folder, with("300", {"--sample-prompt", "hi"}), {"--sample-prompt", "--tokenizer"});
+    // 256 ids have no room for the end of a text, which is the tokenizer's last.
+    expect_rejected(folder, with("256", {"--tokenizer", bytes}), {"--tokenizer", "bytes.json", "257", "256"});
+    expect_rejected(folder, with("101", {"--tokenizer", bytes, "--sample-prompt", "hi"}), {"257", "101"});
+    expect_rejected(folder, with("300", {"--tokenizer", folder / "none.json"}), {"--tokenizer", "none.json"});
+    EXPECT_FALSE(fs::exists(folder / "run"));
+    ASSERT_EQ(run(folder, with("300", {"--tokenizer", bytes, "--sample-prompt", "hi"})).status, 0);
+
+    const std::string model = folder / "run/step_00000020";
+    const auto generate = [&](const Arguments& more) {
+        Arguments arguments = {"generate", "--model", model, "--tokens", "2"};
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        return arguments;
+    };
+    EXPECT_EQ(run(folder, generate({"--prompt", "hi"})).status, 0);
+    EXPECT_EQ(run(folder, generate({"--tokenizer", merged})).status, 0);  // to decode, merges are no matter
+    expect_rejected(folder, generate({"--prompt", "hi", "--tokenizer", merged}), {"--prompt", "has merges"});
+    expect_rejected(folder, generate({"--tokenizer", folder / "none.json"}), {"--tokenizer", "none.json"});
+    ASSERT_EQ(run(folder, tiny(folder, "small")).status, 0);
+    expect_rejected(folder, {"generate", "--model", folder / "small/step_00000020", "--tokenizer", bytes},
+                    {"--tokenizer", "257", "101"});
+    // Sizes that come from a folder are its keys, not options.
+    json config = json::parse(read_file(model + "/config.json"));
+    config["n_positions"] = 2147483647;
+    std::ofstream(model + "/config.json") << config;
+    expect_rejected(folder, generate({}), {"config.json", "n_positions 2147483647"});
 }
 
 TEST(Program, BadDataAreOneLineAndStatus1) {
@@ -509,10 +828,12 @@ TEST(Program, BadDataAreOneLineAndStatus1) {
     expect_rejected(folder, with_train(folder / "empty.bin"), {"empty.bin"});
     expect_rejected(folder, with_train(folder.path.string()), {folder.path.string()});
     Arguments small_validation = tiny(folder, "run");
-    write_shard(folder / "small_val.bin", 96, 101, 1);
+    write_shard(folder / "small_val.bin", 24, 101, 1);  // a row of 24 needs 25
     *(std::find(small_validation.begin(), small_validation.end(), "--val-data") + 1) =
         folder / "small_val.bin";
-    expect_rejected(folder, small_validation, {"small_val.bin"});
+    expect_rejected(folder, small_validation, {"--val-data", "small_val.bin", "25 tokens"});
+    write_shard(folder / "small_val.bin", 25, 101, 1);
+    EXPECT_EQ(run(folder, small_validation).status, 0);
 }
 
 TEST(Program, TokenizeTrainGenerate) {
@@ -586,4 +907,7 @@ TEST(Program, VersionAndHelp) {
         EXPECT_FALSE(result.out.empty());
         EXPECT_TRUE(result.err.empty());
     }
+    const std::string version = run(folder, {"--version"}).out;
+    EXPECT_TRUE(version.find("GCC 1") != std::string::npos || version.find("lang 1") != std::string::npos)
+        << version;
 }
