@@ -63,8 +63,8 @@ constexpr uint64_t max_consecutive_skips = 10;
 template <typename Storage>
 struct Run {
     TrainOptions options;
-    json values;  // the options, for the log and checkpoints
-    bool warmup_given = false;
+    json values;                // the options, for the log and checkpoints
+    bool warmup_given = false;  // else the default gives way to a short run
     Stream* stream = nullptr;
     RunLog log;
     Console console;
@@ -77,7 +77,7 @@ struct Run {
     double* norm_sums = nullptr;  // device, one a block
     size_t T = 0;                 // tokens a row
     size_t micro_batches_per_step = 0;
-    bool resumed = false;
+    bool resumed = false;              // from a checkpoint
     std::string last_checkpoint;       // its folder; "" before the first
     uint64_t first_step = 0;           // steps that an earlier run has done
     uint64_t step = 0;                 // optimizer steps done
@@ -295,8 +295,7 @@ std::string memory_table(const Run<Storage>& run) {
     });
 }
 
-// The checkpoint that the run goes on from; its folder is "" where the run is a new one. The folder of the
-// run is locked where it exists, and nothing in it is changed.
+// The checkpoint that the run goes on from; its folder is "" where the run is a new one. Changes nothing.
 FoundCheckpoint find_start(const TrainOptions& o, Console& console) {
     if (o.out.empty()) {
         if (o.resume) fail("--resume: needs --out, the folder to resume from");
