@@ -258,4 +258,3 @@ void logits_forward(float* logits, const Storage* x, const Storage* weight, size
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)
-#undef INSTANTIATE
