@@ -5,8 +5,8 @@
 // Matrices are row-major; weights are (out, in). Activations and their gradients are in `Storage`; weight
 // gradients are fp32 and every op ADDS to them ("+="); all arithmetic is fp32 unless a comment says fp64.
 // A 16-bit result is the fp32 result rounded once, to nearest; but what follows from a stored intermediate (a
-// residual sum, a GELU's input) may start from it as stored, and GELU and its derivative may round before and
-// after.
+// residual sum, a GELU's input) may start from it as stored, GELU and its derivative may round before and
+// after, and attention may round its probabilities.
 // Argument order: outputs, inputs, sizes, stream. Sizes of zero are refused. Buffers must not overlap
 // except where a comment allows it.
 //
