@@ -25,7 +25,7 @@ BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
 CXXFLAGS ?= -O3 -g1
 sanitizers := -fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
-         -Wall -Wextra -Wshadow -Wno-restrict -Wno-maybe-uninitialized -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
+         -Wall -Wextra -Wshadow -Wno-unknown-warning-option -Wno-restrict -Wno-maybe-uninitialized -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
 
 OPS := $(wildcard kernels/$(BACKEND)/*.cpp)
 TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program

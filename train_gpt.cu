@@ -28,6 +28,7 @@
 #include "model/huggingface.h"
 #include "model/sample.h"
 #include "optim/grad_clip.h"
+#include "optim/loss_scaler.h"
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
 
@@ -58,6 +59,7 @@ double now_seconds() {
 // What a run holds
 
 // Consecutive steps with a non-finite gradient after which a run gives up: it will not recover by itself.
+// Steps that a smaller loss scale may mend do not count.
 constexpr uint64_t max_consecutive_skips = 10;
 
 template <typename Storage>
@@ -74,6 +76,7 @@ struct Run {
     Loader train, val;        // val.files is empty without --val-data
     Gpt<Storage> model;
     Optimizer optimizer;
+    LossScaler scaler;            // stays at 1 but for fp16
     double* norm_sums = nullptr;  // device, one a block
     size_t T = 0;                 // tokens a row
     size_t micro_batches_per_step = 0;
@@ -188,22 +191,26 @@ void plan_steps(Run<Storage>& run) {
     }
 }
 
-// FLOP/s of the best of a few 1024^3 products: the machine's own ceiling, which MFU is measured against.
+// FLOP/s of the best of a few products, the machine's own ceiling, which MFU is measured against. They are of
+// n x n matrices with the first n whose product lasts long enough to be timed, 1024 on a laptop.
 template <typename Storage>
 double measure_matmul_ceiling(Stream* stream) {
-    constexpr size_t n = 1024;
-    Storage* memory = static_cast<Storage*>(device_malloc(3 * n * n * sizeof(Storage), stream));
-    device_memset_zero(memory, 3 * n * n * sizeof(Storage), stream);
-    double best = 0;
-    for (int i = 0; i < 4; i++) {  // the first also warms up
-        const double start = now_seconds();
-        gemm_batched<Storage>(memory, memory + n * n, memory + 2 * n * n, nullptr, false, true, n, n, n, 1, 0,
-                              1, stream);
-        stream_synchronize(stream);
-        best = std::max(best, 2.0 * n * n * n / (now_seconds() - start));
+    constexpr size_t largest = 8192;
+    constexpr double long_enough = 4e-3;  // seconds
+    for (size_t n = 256;; n *= 2) {
+        Storage* memory = static_cast<Storage*>(device_malloc(3 * n * n * sizeof(Storage), stream));
+        device_memset_zero(memory, 3 * n * n * sizeof(Storage), stream);
+        double best = INFINITY;
+        for (int i = 0; i < 4; i++) {  // the first also warms up
+            const double start = now_seconds();
+            gemm_batched<Storage>(memory, memory + n * n, memory + 2 * n * n, nullptr, false, true, n, n, n,
+                                  1, 0, 1, stream);
+            stream_synchronize(stream);
+            best = std::min(best, now_seconds() - start);
+        }
+        device_free(memory, stream);
+        if (best >= long_enough || n == largest) return 2.0 * static_cast<double>(n * n * n) / best;
     }
-    device_free(memory, stream);
-    return best;
 }
 
 // "h.3.attn.c_attn.weight" -> "h.*.attn.c_attn.weight": what the layers have in common.
@@ -217,6 +224,14 @@ std::string short_number(double x) {
     char text[32];
     snprintf(text, sizeof(text), "%g", x);
     return text;
+}
+
+std::string precision_text(const LossScaler& scaler, Dtype dtype) {
+    if (dtype == Dtype::fp32) return "fp32";
+    const std::string text = std::string(dtype_name(dtype)) + ", fp32 master weights and gradients";
+    if (dtype == Dtype::bf16) return text;
+    return text + ", loss scale " + short_number(scaler.scale) +
+           (scaler.dynamic ? " at the start" : ", fixed");
 }
 
 template <typename Storage>
@@ -246,6 +261,7 @@ std::string configuration_table(const Run<Storage>& run) {
         {"learning rate", short_number(o.schedule.lr) + ", warm-up " + counted(o.schedule.warmup, "steps, ") +
                               schedule + " to " + short_number(final_lr)},
         {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
+        {"precision", precision_text(run.scaler, dtype_of<Storage>())},
         {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out},
     });
 }
@@ -288,6 +304,7 @@ std::string memory_table(const Run<Storage>& run) {
     return boxed_table({
         {"memory", "MiB"},
         {"parameters", mebibytes(run.model.params_bytes)},
+        {"master weights (fp32)", mebibytes(run.model.master_bytes)},
         {"gradients (fp32)", mebibytes(run.model.grads_bytes)},
         {"optimizer state", mebibytes(optimizer_state_bytes(run.optimizer))},
         {"activations, shared with the optimizer's work", mebibytes(run.model.activations_bytes)},
@@ -296,7 +313,7 @@ std::string memory_table(const Run<Storage>& run) {
 }
 
 // The checkpoint that the run goes on from; its folder is "" where the run is a new one. Changes nothing.
-FoundCheckpoint find_start(const TrainOptions& o, Console& console) {
+FoundCheckpoint find_checkpoint(const TrainOptions& o, Console& console) {
     if (o.out.empty()) {
         if (o.resume) fail("--resume: needs --out, the folder to resume from");
         return {};
@@ -322,18 +339,35 @@ FoundCheckpoint find_start(const TrainOptions& o, Console& console) {
     return found;
 }
 
-// Takes the options of the command line; a resumed run has the checkpoint's below them.
-template <typename Storage>
-void take_options(Run<Storage>& run, TrainCommand command, const json& saved) {
-    if (run.resumed) {
-        std::vector<std::string> changes;
-        command = resume_train(command, saved.at("options"), changes);
-        for (const std::string& change : changes)
-            console_line(run.console, "changed since the checkpoint: " + change);
-    }
-    run.options = command.options;
-    run.values = command.values;
-    run.warmup_given = command.given.contains("warmup");
+// fp16 alone needs a loss scale: bf16 has fp32's range.
+LossScaler choose_scaler(const TrainOptions& o) {
+    if (o.loss_scale != 0 && o.dtype != Dtype::fp16)
+        fail("--loss-scale %g: is for --dtype fp16 only", o.loss_scale);
+    if (o.loss_scale != 0 && std::exp2(std::round(std::log2(o.loss_scale))) != o.loss_scale)
+        fail("--loss-scale %g: must be a power of two, so that scaling rounds nothing", o.loss_scale);
+    if (o.dtype != Dtype::fp16) return loss_scaler_fixed(1);
+    return o.loss_scale != 0 ? loss_scaler_fixed(static_cast<float>(o.loss_scale)) : LossScaler{};
+}
+
+// What is known of a run before its storage type is: a resumed run has the checkpoint's.
+struct Start {
+    Console console;
+    RunLog log;
+    FoundCheckpoint checkpoint;  // its folder is "" where the run is a new one
+    json saved;                  // the checkpoint's state
+    TrainCommand command;        // a resumed run has the checkpoint's options below those given
+};
+
+Start find_start(const TrainCommand& command) {
+    Start start{console_open(), run_log_open(command.options.out), {}, {}, command};
+    start.checkpoint = find_checkpoint(command.options, start.console);
+    if (start.checkpoint.folder.empty()) return start;
+    start.saved = checkpoint_read_state(start.checkpoint.folder);
+    std::vector<std::string> changes;
+    start.command = resume_train(command, start.saved.at("options"), changes);
+    for (const std::string& change : changes)
+        console_line(start.console, "changed since the checkpoint: " + change);
+    return start;
 }
 
 // Opens shards and tokenizer and returns the model's shape. The three depend on each other: the tokenizer
@@ -391,9 +425,18 @@ void create_model(Run<Storage>& run, const GptConfig& config) {
     run.targets.resize(o.batch_size * run.T);
 }
 
-// The position in the data where a checkpoint was saved; where they are other data, their beginning.
+// Where a resumed run stands: its steps, its loss scale, and its position in the data, which is their
+// beginning where they are other data.
 template <typename Storage>
-void find_position(Run<Storage>& run, const json& saved) {
+void take_up(Run<Storage>& run, const Start& start) {
+    const json& saved = start.saved;
+    run.last_checkpoint = start.checkpoint.folder;
+    run.step = run.first_step = start.checkpoint.step;
+    run.skipped = saved.at("skipped");
+    if (run.scaler.dynamic) {
+        run.scaler.scale = saved.at("loss_scale");
+        run.scaler.good_steps = saved.at("loss_scale_good_steps");
+    }
     run.micro_batches = saved.at("micro_batches");
     const std::string difference = loader_difference(saved.at("data"), loader_fingerprint(run.train));
     if (difference.empty()) return;
@@ -424,26 +467,21 @@ void load_weights(Run<Storage>& run, const FoundCheckpoint& start) {
 // Sets a run up, or resumes it. The order is cheap checks first: a bad option or data file is found before
 // memory is taken.
 template <typename Storage>
-Run<Storage> set_up(const TrainCommand& command) {
+Run<Storage> set_up(const Start& start) {
     Run<Storage> run;
-    run.console = console_open();
-    run.log = run_log_open(command.options.out);
-    const FoundCheckpoint start = find_start(command.options, run.console);
-    run.resumed = !start.folder.empty();
-    const json saved = run.resumed ? checkpoint_read_state(start.folder) : json();
-
-    take_options(run, command, saved);
-    const GptConfig config = open_data(run, start.folder);
+    run.console = start.console;
+    run.log = start.log;
+    run.options = start.command.options;
+    run.values = start.command.values;
+    run.warmup_given = start.command.given.contains("warmup");
+    run.scaler = choose_scaler(run.options);
+    run.resumed = !start.checkpoint.folder.empty();
+    const GptConfig config = open_data(run, start.checkpoint.folder);
     plan_steps(run);
     settle_values(run, config);
-    if (run.resumed) {
-        run.last_checkpoint = start.folder;
-        run.step = run.first_step = start.step;
-        run.skipped = saved.at("skipped");
-        find_position(run, saved);
-    }
+    if (run.resumed) take_up(run, start);
     create_model(run, config);
-    load_weights(run, start);
+    load_weights(run, start.checkpoint);
     return run;
 }
 
@@ -453,22 +491,25 @@ Run<Storage> set_up(const TrainCommand& command) {
 struct StepResult {
     double loss, grad_norm, lr;
     double seconds, optimizer_seconds;
+    double loss_scale;
     bool skipped;
+    bool hopeless;  // skipped, and no smaller loss scale could help
 };
 
 // Forward and backward over the step's micro-batches, then clip and update. A gradient that is not finite
-// changes nothing: the step is skipped and counted, and only the data position moves on.
+// changes nothing: the step is skipped and counted, and only the data position and the loss scale move on.
 template <typename Storage>
 StepResult train_step(Run<Storage>& run) {
     const TrainOptions& o = run.options;
     StepResult result = {};
     const double start = now_seconds();
     device_memset_zero(run.model.grads, run.model.grads_bytes, run.stream);
+    const float scale = run.scaler.scale;
     double loss_sum = 0;
     for (size_t i = 0; i < run.micro_batches_per_step; i++) {
         loader_batch(run.train, run.micro_batches++, run.inputs.data(), run.targets.data());
         loss_sum += gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(), o.batch_size,
-                                         run.T, 1.0f / static_cast<float>(o.tokens_per_step), run.stream);
+                                         run.T, scale / static_cast<float>(o.tokens_per_step), run.stream);
         if (run.micro_batches_per_step > 1) {
             console_live(run.console, "step " + std::to_string(run.step + 1) + ": micro-batch " +
                                           std::to_string(i + 1) + " of " +
@@ -480,11 +521,16 @@ StepResult train_step(Run<Storage>& run) {
 
     result.loss = loss_sum / static_cast<double>(o.tokens_per_step);
     result.lr = learning_rate(o.schedule, run.step);
-    result.grad_norm = global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream);
+    result.loss_scale = scale;
+    result.grad_norm = global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream) / scale;
     result.skipped = !std::isfinite(result.grad_norm);
+    result.hopeless = result.skipped && !loss_scaler_can_back_off(run.scaler);
+    loss_scaler_update(run.scaler, !result.skipped);
     if (!result.skipped) {
-        optimizer_step<Storage>(run.optimizer, run.model.params, nullptr, run.model.grads,
-                                static_cast<float>(result.lr), clip_factor(result.grad_norm, o.grad_clip),
+        // Unscaled, then clipped: by powers of two, so that the loss scale changes no bit of the update.
+        const float grad_scale = clip_factor(result.grad_norm, o.grad_clip) / scale;
+        optimizer_step<Storage>(run.optimizer, run.model.params, run.model.master, run.model.grads,
+                                static_cast<float>(result.lr), grad_scale,
                                 reinterpret_cast<float*>(run.model.activations),
                                 run.model.activations_bytes / sizeof(float), run.stream);
         run.step++;
@@ -580,6 +626,8 @@ void save(Run<Storage>& run) {
     const json state = {{"options", run.values},
                         {"micro_batches", run.micro_batches},
                         {"skipped", run.skipped},
+                        {"loss_scale", run.scaler.scale},
+                        {"loss_scale_good_steps", run.scaler.good_steps},
                         {"data", loader_fingerprint(run.train)}};
     checkpoint_save(run.log.folder, run.step, run.model, run.optimizer, state, run.tokenizer_path,
                     end_of_text(run.tokenizer, run.model.config), run.options.keep, run.stream);
@@ -608,7 +656,7 @@ void report_step(Run<Storage>& run, const StepResult& result, double loop_start)
                    {"mfu", mfu},
                    {"bytes_sent", 0},
                    {"peak_bytes", device_peak_bytes(run.stream)},
-                   {"loss_scale", 1.0},
+                   {"loss_scale", result.loss_scale},
                    {"skipped", run.skipped},
                    {"degenerate_updates", run.optimizer.degenerate_updates}});
     run_log_train_line(run.log, run.step, result.loss, result.lr, result.grad_norm);
@@ -652,10 +700,16 @@ std::string nonfinite_gradient(const Run<Storage>& run) {
 template <typename Storage>
 void report_skip(Run<Storage>& run, const StepResult& result, uint64_t consecutive_skips) {
     const std::string tensor = nonfinite_gradient(run);
+    const std::string scale =
+        result.loss_scale == 1 ? "" : " at loss scale " + short_number(result.loss_scale);
     run_log_write(run.log, "skip", run.step,
-                  {{"loss", result.loss}, {"tensor", tensor}, {"skipped", run.skipped}});
+                  {{"loss", result.loss},
+                   {"tensor", tensor},
+                   {"loss_scale", result.loss_scale},
+                   {"skipped", run.skipped}});
     console_line(run.console, "step " + std::to_string(run.step + 1) + ": the gradient of " + tensor +
-                                  " is not finite, step skipped; " + std::to_string(run.skipped) + " so far");
+                                  " is not finite" + scale + ", step skipped; " +
+                                  std::to_string(run.skipped) + " so far");
     if (consecutive_skips == max_consecutive_skips) {
         fail(
             "step %lu: the gradient was not finite %lu times in a row, first in %s; %s (a lower --lr or an "
@@ -674,7 +728,8 @@ void train_loop(Run<Storage>& run) {
         const StepResult result = train_step(run);
         bool saved = false;
         if (result.skipped) {
-            report_skip(run, result, ++consecutive_skips);
+            if (result.hopeless) consecutive_skips++;
+            report_skip(run, result, consecutive_skips);
         } else {
             consecutive_skips = 0;
             report_step(run, result, start);
@@ -712,8 +767,8 @@ void tear_down(Run<Storage>& run) {
 }
 
 template <typename Storage>
-void train(const TrainCommand& command) {
-    Run<Storage> run = set_up<Storage>(command);
+void train(const Start& start) {
+    Run<Storage> run = set_up<Storage>(start);
     if (run.step >= run.options.steps) {
         console_line(run.console, "step " + std::to_string(run.step) + " of " +
                                       std::to_string(run.options.steps) + ": this run is finished");
@@ -775,6 +830,18 @@ void generate_text(const GenerateOptions& o) {
     stream_destroy(stream);
 }
 
+void train(const TrainCommand& command) {
+    const Start start = find_start(command);
+    switch (start.command.options.dtype) {
+        case Dtype::fp32:
+            return train<float>(start);
+        case Dtype::bf16:
+            return train<bf16_t>(start);
+        case Dtype::fp16:
+            return train<fp16_t>(start);
+    }
+}
+
 void run_command(std::vector<std::string> arguments) {
     const std::string command = arguments.empty() ? "" : arguments[0];
     const bool named = command == "train" || command == "generate" || command == "tokenize";
@@ -789,9 +856,7 @@ void run_command(std::vector<std::string> arguments) {
     } else {
         const TrainCommand parsed = parse_train(arguments);
         help = parsed.help;
-        // Until 16-bit training lands, Storage is float, and parameters are their own master copy: hence the
-        // null master in train_step.
-        if (help.empty()) train<float>(parsed);
+        if (help.empty()) train(parsed);
     }
     console_print(help);
 }

@@ -49,11 +49,13 @@ void add_number(CLI::App& app, const std::string& name, Number& target, const st
 
 // Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
 // data are, and how they are cut, is compared by the loader's fingerprint.
-const std::set<std::string> fixed_on_resume = {"model",      "layers",     "heads", "channels",
-                                               "vocab-size", "untie-head", "seed",  "optimizer"};
+const std::set<std::string> fixed_on_resume = {"model",      "layers", "heads",     "channels", "vocab-size",
+                                               "untie-head", "seed",   "optimizer", "dtype"};
 
 const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind::adamw},
                                                          {"muon", OptimizerKind::muon}};
+const std::map<std::string, Dtype> dtypes = {
+    {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
                                                    {"linear", Schedule::linear},
                                                    {"constant", Schedule::constant},
@@ -183,6 +185,12 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "Newton-Schulz steps: 3 to 10 of keller, 5 to 10 of polar-express", group);
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
                "update scale (match-rms reuses AdamW's lr and decay: Liu et al. 2025)", group);
+
+    group = "Precision";
+    add_choice(*app, "--dtype", o.dtype, dtypes,
+               "storage of weights and activations; 16-bit weights have an fp32 master copy", group);
+    add_number(*app, "--loss-scale", o.loss_scale, 0, 0x1p24,
+               "fp16: a fixed power of two; 0: adapted to the gradients, from 65536 (PyTorch)", group);
 
     group = "Run";
     add_number(*app, "--seed", o.seed, 0, largest, "of initialisation, data order and samples", group);

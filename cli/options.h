@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "data/tokenize.h"
+#include "kernels/dtype.h"
 #include "model/gpt.h"
 #include "model/sample.h"
 #include "optim/optimizer.h"
@@ -31,6 +32,9 @@ struct TrainOptions {
     OptimizerConfig optimizer;
     ScheduleConfig schedule;
     double grad_clip = 1.0;
+    // precision
+    Dtype dtype = Dtype::fp32;
+    double loss_scale = 0;
     // run
     uint64_t seed = 1337;
     int threads = 0;

@@ -159,7 +159,8 @@ struct StateVector {
     size_t bytes;
 };
 
-std::vector<StateVector> state_vectors(const Optimizer& optimizer) {
+// `master` is null where parameters are their own master copy.
+std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master) {
     std::vector<StateVector> vectors;
     for (const OptimizerSlot& slot : optimizer.slots) {
         const std::string block = slot.parameter->name + "[" + std::to_string(slot.block.first_row) + ":" +
@@ -168,12 +169,13 @@ std::vector<StateVector> state_vectors(const Optimizer& optimizer) {
         const size_t bytes = slot.size() * sizeof(float);
         vectors.push_back({block + (slot.muon ? ".momentum" : ".m"), shape, slot.first, bytes});
         if (slot.second != nullptr) vectors.push_back({block + ".v", shape, slot.second, bytes});
+        if (master != nullptr) vectors.push_back({block + ".master", shape, master + slot.offset(), bytes});
     }
     return vectors;
 }
 
-void write_optimizer(const std::string& path, const Optimizer& optimizer, Stream* stream) {
-    const std::vector<StateVector> vectors = state_vectors(optimizer);
+void write_optimizer(const std::string& path, const Optimizer& optimizer, float* master, Stream* stream) {
+    const std::vector<StateVector> vectors = state_vectors(optimizer, master);
     std::vector<std::pair<std::string, SafeTensor>> tensors;
     for (const StateVector& vector : vectors) {
         tensors.emplace_back(vector.name, SafeTensor{"F32", vector.shape, nullptr, vector.bytes});
@@ -187,12 +189,14 @@ void write_optimizer(const std::string& path, const Optimizer& optimizer, Stream
     safetensors_write(path, tensors, {}, fetch);
 }
 
-void read_optimizer(const std::string& path, Optimizer& optimizer, Stream* stream) {
+void read_optimizer(const std::string& path, Optimizer& optimizer, float* master, Stream* stream) {
     const SafeTensorsFile file = safetensors_open(path);
-    const std::vector<StateVector> vectors = state_vectors(optimizer);
+    const std::vector<StateVector> vectors = state_vectors(optimizer, master);
     if (file.tensors.size() != vectors.size()) {
-        fail("%s: has %zu tensors, this optimizer needs %zu: was it saved with another --optimizer?",
-             path.c_str(), file.tensors.size(), vectors.size());
+        fail(
+            "%s: has %zu tensors, this optimizer needs %zu: was it saved with another --optimizer or "
+            "--dtype?",
+            path.c_str(), file.tensors.size(), vectors.size());
     }
     for (const StateVector& vector : vectors) {
         const SafeTensor& tensor = safetensors_get(file, vector.name, vector.shape);
@@ -283,7 +287,7 @@ void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& 
         fs::create_directories(temporary, error);
         if (error) fail("%s: cannot create: %s", temporary.c_str(), error.message().c_str());
         huggingface_write(temporary, model, end_of_text, stream);
-        write_optimizer(temporary + optimizer_name, optimizer, stream);
+        write_optimizer(temporary + optimizer_name, optimizer, model.master, stream);
         if (!tokenizer.empty()) copy_tokenizer(temporary, tokenizer, end_of_text, model.config.seq_len);
         write_state(temporary, step, optimizer, state);
         folder_sync(temporary);
@@ -329,11 +333,15 @@ void checkpoint_load(const std::string& folder, Gpt<Storage>& model, Optimizer& 
     std::vector<std::string> unused;
     huggingface_read(model, folder, unused, stream);
     if (!unused.empty()) fail("%s: the model is smaller than the one saved", unused[0].c_str());
-    read_optimizer(folder + optimizer_name, optimizer, stream);
+    read_optimizer(folder + optimizer_name, optimizer, model.master, stream);  // the master copy as it was
     optimizer.steps = state.at("optimizer_step").get<uint64_t>();
     optimizer.degenerate_updates = state.at("degenerate_updates").get<uint64_t>();
 }
 
-template void checkpoint_save(const std::string&, uint64_t, const Gpt<float>&, const Optimizer&, const json&,
-                              const std::string&, int, size_t, Stream*);
-template void checkpoint_load(const std::string&, Gpt<float>&, Optimizer&, Stream*);
+#define INSTANTIATE(Storage)                                                                           \
+    template void checkpoint_save(const std::string&, uint64_t, const Gpt<Storage>&, const Optimizer&, \
+                                  const json&, const std::string&, int, size_t, Stream*);              \
+    template void checkpoint_load(const std::string&, Gpt<Storage>&, Optimizer&, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)

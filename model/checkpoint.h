@@ -1,6 +1,7 @@
 // Checkpoints: a folder OUT/step_00000100 that is a Hugging Face model folder, plus the optimizer's state
-// and state.json. Written under a temporary name, every file synced, then renamed: what has the final name
-// is complete. state.json, written last, holds the size and checksum of every other file, and its own.
+// with the fp32 master weights, and state.json. Written under a temporary name, every file synced, then
+// renamed: what has the final name is complete. state.json, written last, holds the size and checksum of
+// every other file, and its own.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,7 @@ FoundCheckpoint checkpoint_find(const std::string& out);
 // state.json's "state" of a checkpoint folder. Fails where state.json is damaged.
 nlohmann::json checkpoint_read_state(const std::string& folder);
 
-// Loads weights and optimizer state, bit for bit. Fails if they do not fit the model or optimizer.
-// Checksums are checkpoint_find's business.
+// Loads weights, master weights and optimizer state, bit for bit. Fails if they do not fit the model or
+// optimizer. Checksums are checkpoint_find's business.
 template <typename Storage>
 void checkpoint_load(const std::string& folder, Gpt<Storage>& model, Optimizer& optimizer, Stream* stream);

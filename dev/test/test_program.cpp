@@ -262,28 +262,78 @@ void expect_rejected(const Folder& folder, const Arguments& arguments,
 
 }  // namespace
 
+void expect_resume_equals_straight_run(const std::string& optimizer, const std::string& dtype,
+                                       const std::vector<const char*>& steps) {
+    SCOPED_TRACE(optimizer + " " + dtype);
+    Folder folder;
+    const Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
+    const Result straight = run(folder, tiny(folder, "straight", kind));
+    ASSERT_EQ(straight.status, 0) << straight.err;
+    const auto expected = training_lines(folder / "straight");
+    ASSERT_EQ(expected.size(), 20u + 4u);  // 20 steps; validation at 0, 7, 14, 20
+    // 103 rows make 25 micro-batches an epoch, 3 a step: epoch 2 begins inside step 9.
+    for (const char* at : steps) {
+        const std::string out = std::string("resumed") + at;
+        Arguments changes = kind;
+        changes.insert(changes.end(), {"--checkpoint-every", at, "--keep", "0"});
+        ASSERT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
+        keep_checkpoint(folder / out, std::stoul(at));
+        const Result resumed = run(folder, {"--out", folder / out, "--resume"});
+        ASSERT_EQ(resumed.status, 0) << resumed.err;
+        EXPECT_EQ(training_lines(folder / out), expected) << "at " << at;
+        for (const char* file : {"model.safetensors", "optimizer_000.safetensors"}) {
+            EXPECT_EQ(read_file(folder / (out + "/step_00000020/" + file)),
+                      read_file(folder / (std::string("straight/step_00000020/") + file)))
+                << "at " << at;
+        }
+    }
+}
+
 TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
-    for (const std::string optimizer : {"adamw", "muon"}) {
+    for (const char* optimizer : {"adamw", "muon"}) {
+        expect_resume_equals_straight_run(optimizer, "fp32", {"1", "7", "8", "9", "13", "19"});
+        expect_resume_equals_straight_run(optimizer, "bf16", {"8"});
+        expect_resume_equals_straight_run(optimizer, "fp16", {"13"});
+    }
+}
+
+// With one token a step, the gradient of a logit is up to the loss scale: 65536 is infinite in fp16. The run
+// halves it, loses no step, and takes the scale with it into a checkpoint.
+TEST(Program, Fp16RecoversFromOverflow) {
+    for (const char* optimizer : {"adamw", "muon"}) {
         Folder folder;
-        const Result straight = run(folder, tiny(folder, "straight", {"--optimizer", optimizer}));
-        ASSERT_EQ(straight.status, 0) << straight.err;
-        const auto expected = training_lines(folder / "straight");
-        ASSERT_EQ(expected.size(), 20u + 4u);  // 20 steps; validation at 0, 7, 14, 20
-        // 103 rows make 25 micro-batches an epoch, 3 a step: epoch 2 begins inside step 9.
-        for (const char* at : {"1", "7", "8", "9", "13", "19"}) {
-            const std::string out = std::string("resumed") + at;
-            const Arguments changes = {"--optimizer", optimizer, "--checkpoint-every", at, "--keep", "0"};
-            ASSERT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
-            keep_checkpoint(folder / out, std::stoul(at));
-            const Result resumed = run(folder, {"--out", folder / out, "--resume"});
-            ASSERT_EQ(resumed.status, 0) << resumed.err;
-            EXPECT_EQ(training_lines(folder / out), expected) << optimizer << " at " << at;
-            for (const char* file : {"model.safetensors", "optimizer_000.safetensors"}) {
-                EXPECT_EQ(read_file(folder / (out + "/step_00000020/" + file)),
-                          read_file(folder / (std::string("straight/step_00000020/") + file)))
-                    << optimizer << " at " << at;
+        const auto arguments = [&](const std::string& out, const Arguments& changes) {
+            Arguments all =
+                tiny_with(folder, out,
+                          {"--dtype", "fp16", "--optimizer", optimizer, "--seq-len", "1", "--batch-size", "1",
+                           "--tokens-per-step", "1", "--val-every", "0", "--sample-tokens", "0"});
+            all.insert(all.end(), changes.begin(), changes.end());
+            return all;
+        };
+        ASSERT_EQ(run(folder, arguments("run", {})).status, 0);
+        uint64_t step = 0, skipped = 0;
+        double scale = 65536;
+        for (const json& line : log_lines(folder / "run")) {
+            if (line["type"] == "skip") {
+                EXPECT_EQ(line["loss_scale"], scale);
+                EXPECT_EQ(line["skipped"], ++skipped);
+                scale /= 2;
+            } else if (line["type"] == "train") {
+                EXPECT_EQ(line["step"], ++step);
+                EXPECT_EQ(line["loss_scale"], scale);
+                EXPECT_EQ(line["skipped"], skipped);
+                EXPECT_TRUE(line["loss"].is_number() && line["grad_norm"].is_number()) << line;
             }
         }
+        EXPECT_EQ(step, 20u);
+        EXPECT_GE(skipped, 1u);
+        const json state = json::parse(read_file(folder / "run/step_00000020/state.json"))["state"];
+        EXPECT_EQ(state["loss_scale"], scale);
+
+        // A scale that cannot back off shows why it must: every gradient overflows.
+        const Result fixed = run(folder, arguments("fixed", {"--loss-scale", "1048576"}));
+        EXPECT_EQ(fixed.status, 1);
+        EXPECT_NE(one_line(fixed.err).find("not finite 10 times in a row"), std::string::npos) << fixed.err;
     }
 }
 

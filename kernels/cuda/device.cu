@@ -23,8 +23,8 @@ void choose_device(int index) {
         cudaRuntimeGetVersion(&runtime);
         if (driver != 0) {
             fail(
-                "the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with an "
-                "older CUDA toolkit, or use the CPU (`make cpu`)",
+                "the NVIDIA driver is for CUDA %d.%d, this program for %d.%d: update the driver, build with "
+                "an older CUDA toolkit, or use the CPU (`make cpu`)",
                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         }
     }
@@ -43,8 +43,8 @@ void choose_device(int index) {
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
     if (major < 8)
         fail(
-            "GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` builds for the "
-            "CPU",
+            "GPU %d has compute capability %d.%d, and 8.0 (A100, RTX 30) is the least; `make cpu` builds "
+            "for the CPU",
             index, major, minor);
 }
 
@@ -57,7 +57,8 @@ void* allocate(size_t bytes, Stream* stream) {
         size_t free_bytes = 0, total_bytes = 0;
         CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
         fail(
-            "out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; try a smaller --batch-size or model",
+            "out of GPU memory: %.1f MiB asked for, %.1f of %.1f MiB are free; try a smaller --batch-size or "
+            "model",
             bytes / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
     }
     CUDA_CHECK(error);
