@@ -1,0 +1,93 @@
+// Two builds of one program: twenty training steps of build/sim/train_gpt, the CUDA sources in the simulator,
+// against build/cpu/train_gpt. Both start from the same weights and see the same data, so their losses may
+// differ by rounding alone.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// The folder of this build's programs; the CPU's stand beside it.
+fs::path build_folder() { return fs::read_symlink("/proc/self/exe").parent_path(); }
+
+struct Step {
+    double loss, grad_norm;
+};
+
+struct Backends : testing::Test {
+    Backends() {
+        char name[] = "/tmp/mugpt_backends_XXXXXX";
+        folder = mkdtemp(name);
+        std::ofstream text(folder / "text.txt");
+        for (int i = 0; i < 400; i++) text << "the " << i * i % 97 << " and the " << i % 7 << ";\n";
+        text.close();
+        command(build_folder() / "../cpu/train_gpt", "tokenize --input " + (folder / "text.txt").string() +
+                                                         " --out " + (folder / "text").string());
+    }
+    ~Backends() override { fs::remove_all(folder); }
+
+    void command(const fs::path& program, const std::string& arguments) {
+        const std::string line =
+            program.string() + " " + arguments + " > " + (folder / "output").string() + " 2>&1";
+        const int status = system(line.c_str());
+        std::ifstream output(folder / "output");
+        const std::string text((std::istreambuf_iterator<char>(output)), {});
+        ASSERT_EQ(status, 0) << line << "\n" << text;
+    }
+
+    std::vector<Step> train(const std::string& backend, const std::string& optimizer,
+                            const std::string& dtype) {
+        const fs::path out = folder / (backend + optimizer + dtype);
+        command(build_folder() / ".." / backend / "train_gpt",
+                "--train-data '" + (folder / "text_train_*.bin").string() + "' --out " + out.string() +
+                    " --optimizer " + optimizer + " --dtype " + dtype +
+                    // One head of 64: in 16 bits the tensor-core attention runs, in fp32 the general one.
+                    " --layers 1 --heads 1 --channels 64 --seq-len 19 --batch-size 2 --tokens-per-step 76"
+                    " --steps 20 --lr 2e-3 --sample-tokens 0");
+        std::vector<Step> steps;
+        std::ifstream log(out / "log.jsonl");
+        for (std::string line; std::getline(log, line);) {
+            const json entry = json::parse(line);
+            if (entry["type"] == "train") steps.push_back({entry["loss"], entry["grad_norm"]});
+        }
+        EXPECT_EQ(steps.size(), 20u);
+        return steps;
+    }
+
+    void compare(const std::string& optimizer, const std::string& dtype, double tolerance) {
+        SCOPED_TRACE(optimizer + " " + dtype);
+        const std::vector<Step> cpu = train("cpu", optimizer, dtype), sim = train("sim", optimizer, dtype);
+        ASSERT_EQ(cpu.size(), sim.size());
+        for (size_t i = 0; i < cpu.size(); i++) {
+            EXPECT_NEAR(sim[i].loss / cpu[i].loss, 1, tolerance) << "step " << i + 1;
+            EXPECT_NEAR(sim[i].grad_norm / cpu[i].grad_norm, 1, 30 * tolerance) << "step " << i + 1;
+        }
+        EXPECT_LT(cpu.back().loss, 0.9 * cpu.front().loss) << "nothing was learnt, so little was compared";
+    }
+
+    fs::path folder;
+};
+
+TEST_F(Backends, Fp32) {
+    compare("adamw", "fp32", 1e-4);
+    compare("muon", "fp32", 1e-4);
+}
+TEST_F(Backends, Bf16) {
+    compare("adamw", "bf16", 1e-2);
+    compare("muon", "bf16", 1e-2);
+}
+TEST_F(Backends, Fp16) {
+    compare("adamw", "fp16", 1e-2);
+    compare("muon", "fp16", 1e-2);
+}
+
+}  // namespace
