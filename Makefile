@@ -45,7 +45,7 @@ ifeq ($(BACKEND),cuda)
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
-    TESTS += test_instructions test_fused_linear
+    TESTS += test_instructions test_fused_linear test_cuda
     LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
 endif
 ifeq ($(BACKEND),sim)
@@ -56,7 +56,7 @@ ifeq ($(BACKEND),sim)
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
     simulator_tests := test_cudasim test_cublaslt test_nccl
-    TESTS += $(simulator_tests) test_instructions test_fused_linear test_backends
+    TESTS += $(simulator_tests) test_instructions test_fused_linear test_cuda test_backends
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 

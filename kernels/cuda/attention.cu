@@ -6,6 +6,7 @@
 // has 64 channels of 16 bits.
 #include "kernels/cuda/attention.cuh"
 
+#include <climits>
 #include <cmath>
 
 #include "kernels/cuda/checks.h"
@@ -18,11 +19,12 @@ namespace {
 
 constexpr unsigned delta_lanes = 8, delta_threads = 256;
 
-// delta (B,NH,T); out, dout (B,T,C).
+// softmax_rows, lse (B,NH,T); out, dout (B,T,C).
 template <typename Storage, bool vectors>
 __global__ void __launch_bounds__(delta_threads)
-    attention_delta_kernel(float* __restrict__ delta, const Storage* __restrict__ dout,
-                           const Storage* __restrict__ out, AttentionShape shape) {
+    softmax_rows_kernel(SoftmaxRow* __restrict__ softmax_rows, const float* __restrict__ lse,
+                        const Storage* __restrict__ dout, const Storage* __restrict__ out,
+                        AttentionShape shape) {
     constexpr unsigned size = pack_size<Storage>;
     const size_t heads = shape.B * shape.T * shape.NH;
     const size_t wanted = (size_t{blockIdx.x} * delta_threads + threadIdx.x) / delta_lanes;
@@ -39,7 +41,8 @@ __global__ void __launch_bounds__(delta_threads)
     }
     if (wanted >= heads || threadIdx.x % delta_lanes != 0) return;
     const size_t h = head % shape.NH, t = head / shape.NH % shape.T, b = head / shape.NH / shape.T;
-    delta[(b * shape.NH + h) * shape.T + t] = total;
+    const size_t row = (b * shape.NH + h) * shape.T + t;
+    softmax_rows[row] = {lse[row], total};
 }
 
 AttentionShape checked_shape(const char* op, size_t B, size_t T, size_t C, size_t NH) {
@@ -48,12 +51,20 @@ AttentionShape checked_shape(const char* op, size_t B, size_t T, size_t C, size_
     return {B, T, C, NH, C / NH, 1.0f / std::sqrt(static_cast<float>(C / NH))};
 }
 
+bool flash_takes(const AttentionShape& shape, bool aligned) {
+    return aligned && (shape.HS == 64 || shape.HS == 128) && shape.T <= INT_MAX;
+}
+
 }  // namespace
 
 template <typename Storage>
 void attention_forward(Storage* out, float* lse, const Storage* qkv, size_t B, size_t T, size_t C, size_t NH,
                        Stream* stream) {
     const AttentionShape shape = checked_shape("attention_forward", B, T, C, NH);
+    if constexpr (sizeof(Storage) == 2) {
+        if (flash_takes(shape, aligned_to_16(out, qkv)))
+            return attention_flash_forward(out, lse, qkv, shape, stream);
+    }
     attention_general_forward(out, lse, qkv, shape, stream);
 }
 
@@ -61,12 +72,17 @@ template <typename Storage>
 void attention_backward(Storage* dqkv, const Storage* dout, const Storage* out, const float* lse,
                         const Storage* qkv, size_t B, size_t T, size_t C, size_t NH, Stream* stream) {
     const AttentionShape shape = checked_shape("attention_backward", B, T, C, NH);
-    float* delta = static_cast<float*>(device_scratch(stream, B * NH * T * sizeof(float)));
+    SoftmaxRow* softmax_rows =
+        static_cast<SoftmaxRow*>(device_scratch(stream, B * NH * T * sizeof(SoftmaxRow)));
     const bool vectors = shape.HS % pack_size<Storage> == 0 && aligned_to_16(dout, out);
-    launch(vectors ? attention_delta_kernel<Storage, true> : attention_delta_kernel<Storage, false>,
-           grid_size(ceil_div(B * NH * T, delta_threads / delta_lanes)), delta_threads, 0, stream, delta,
-           dout, out, shape);
-    attention_general_backward(dqkv, dout, lse, delta, qkv, shape, stream);
+    launch(vectors ? softmax_rows_kernel<Storage, true> : softmax_rows_kernel<Storage, false>,
+           grid_size(ceil_div(B * NH * T, delta_threads / delta_lanes)), delta_threads, 0, stream,
+           softmax_rows, lse, dout, out, shape);
+    if constexpr (sizeof(Storage) == 2) {
+        if (flash_takes(shape, aligned_to_16(dqkv, dout, qkv)))
+            return attention_flash_backward(dqkv, dout, softmax_rows, qkv, shape, stream);
+    }
+    attention_general_backward(dqkv, dout, softmax_rows, qkv, shape, stream);
 }
 
 #define INSTANTIATE(Storage)                                                                                 \

@@ -11,10 +11,24 @@ struct AttentionShape {
     float scale;  // of the scores: 1/sqrt(HS)
 };
 
-// The contract's ops (kernels/kernels.h) without their checks. delta (B,NH,T) = dout . out of each row.
+// What the backward needs to know of a query: the log-sum-exp of its scores, and delta = dout . out. One
+// load.
+struct alignas(8) SoftmaxRow {
+    float lse, delta;
+};
+
+// The contract's ops (kernels/kernels.h) without their checks. softmax_rows (B,NH,T).
 template <typename Storage>
 void attention_general_forward(Storage* out, float* lse, const Storage* qkv, const AttentionShape& shape,
                                Stream* stream);
 template <typename Storage>
-void attention_general_backward(Storage* dqkv, const Storage* dout, const float* lse, const float* delta,
+void attention_general_backward(Storage* dqkv, const Storage* dout, const SoftmaxRow* softmax_rows,
                                 const Storage* qkv, const AttentionShape& shape, Stream* stream);
+
+// The same for bf16_t and fp16_t, heads of 64 or 128 channels and tensors aligned to 16 bytes.
+template <typename Storage>
+void attention_flash_forward(Storage* out, float* lse, const Storage* qkv, const AttentionShape& shape,
+                             Stream* stream);
+template <typename Storage>
+void attention_flash_backward(Storage* dqkv, const Storage* dout, const SoftmaxRow* softmax_rows,
+                              const Storage* qkv, const AttentionShape& shape, Stream* stream);

@@ -212,31 +212,27 @@ __global__ void __launch_bounds__(threads)
 // ---------------------------------------------------------------------------------------------------
 // Backward
 
-// What a query's row of probabilities needs; 1/infinity gives those past the end none.
-struct QueryRow {
-    float lse, delta;
-};
-__device__ __forceinline__ QueryRow query_row(const float* lse, const float* delta, size_t t,
-                                              const Work& work, const AttentionShape& shape) {
+// A query past the end has p = exp(-infinity) = 0.
+__device__ __forceinline__ SoftmaxRow load_row(const SoftmaxRow* softmax_rows, size_t t, const Work& work,
+                                               const AttentionShape& shape) {
     if (t >= shape.T) return {INFINITY, 0.0f};
-    const size_t place = (work.b * shape.NH + work.h) * shape.T + t;
-    return {lse[place], delta[place]};
+    return softmax_rows[(work.b * shape.NH + work.h) * shape.T + t];
 }
 
 template <typename Storage, bool vectors>
 __global__ void __launch_bounds__(threads)
     attention_general_dq_kernel(Storage* __restrict__ dqkv, const Storage* __restrict__ dout,
-                                const float* __restrict__ lse, const float* __restrict__ delta,
-                                const Storage* __restrict__ qkv, AttentionShape shape) {
+                                const SoftmaxRow* __restrict__ softmax_rows, const Storage* __restrict__ qkv,
+                                AttentionShape shape) {
     float* tile_a = shared<float>(tile_floats);
     float* tile_b = shared<float>(tile_floats, tile_a + tile_floats);
     const Work work = my_work(shape, true);
     const size_t stride = 3 * shape.C;
     const auto queries = rows_of(qkv, stride, 0, work, work.first, shape);
     const auto douts = rows_of(dout, shape.C, 0, work, work.first, shape);
-    QueryRow query[own];
+    SoftmaxRow query[own];
     for (unsigned i = 0; i < own; i++)
-        query[i] = query_row(lse, delta, work.first + my_row() + i, work, shape);
+        query[i] = load_row(softmax_rows, work.first + my_row() + i, work, shape);
 
     Product dq = {};
     for (size_t first = 0; first <= work.first; first += side) {
@@ -260,8 +256,8 @@ __global__ void __launch_bounds__(threads)
 template <typename Storage, bool vectors>
 __global__ void __launch_bounds__(threads)
     attention_general_dkv_kernel(Storage* __restrict__ dqkv, const Storage* __restrict__ dout,
-                                 const float* __restrict__ lse, const float* __restrict__ delta,
-                                 const Storage* __restrict__ qkv, AttentionShape shape) {
+                                 const SoftmaxRow* __restrict__ softmax_rows, const Storage* __restrict__ qkv,
+                                 AttentionShape shape) {
     float* tile_a = shared<float>(tile_floats);
     float* tile_b = shared<float>(tile_floats, tile_a + tile_floats);
     const Work work = my_work(shape, false);
@@ -278,7 +274,7 @@ __global__ void __launch_bounds__(threads)
         add_dot_products<vectors>(ds, values, douts, shape.HS, tile_a, tile_b);
         for (unsigned j = 0; j < own; j++) {
             const size_t t = first + my_column() + j;
-            const QueryRow query = query_row(lse, delta, t, work, shape);
+            const SoftmaxRow query = load_row(softmax_rows, t, work, shape);
             for (unsigned i = 0; i < own; i++) {
                 const bool seen = work.first + my_row() + i <= t;
                 p[i][j] = seen ? expf(p[i][j] * shape.scale - query.lse) : 0.0f;
@@ -312,22 +308,22 @@ void attention_general_forward(Storage* out, float* lse, const Storage* qkv, con
 }
 
 template <typename Storage>
-void attention_general_backward(Storage* dqkv, const Storage* dout, const float* lse, const float* delta,
+void attention_general_backward(Storage* dqkv, const Storage* dout, const SoftmaxRow* softmax_rows,
                                 const Storage* qkv, const AttentionShape& shape, Stream* stream) {
     const bool vectors = shape.HS % own == 0 && aligned_to_16(dqkv, dout, qkv);
     launch(vectors ? attention_general_dq_kernel<Storage, true> : attention_general_dq_kernel<Storage, false>,
-           grid(shape), threads, two_tiles, stream, dqkv, dout, lse, delta, qkv, shape);
+           grid(shape), threads, two_tiles, stream, dqkv, dout, softmax_rows, qkv, shape);
     launch(
         vectors ? attention_general_dkv_kernel<Storage, true> : attention_general_dkv_kernel<Storage, false>,
-        grid(shape), threads, two_tiles, stream, dqkv, dout, lse, delta, qkv, shape);
+        grid(shape), threads, two_tiles, stream, dqkv, dout, softmax_rows, qkv, shape);
     stream->attention_kernel = "general";
 }
 
-#define INSTANTIATE(Storage)                                                                         \
-    template void attention_general_forward(Storage*, float*, const Storage*, const AttentionShape&, \
-                                            Stream*);                                                \
-    template void attention_general_backward(Storage*, const Storage*, const float*, const float*,   \
-                                             const Storage*, const AttentionShape&, Stream*);
+#define INSTANTIATE(Storage)                                                                              \
+    template void attention_general_forward(Storage*, float*, const Storage*, const AttentionShape&,      \
+                                            Stream*);                                                     \
+    template void attention_general_backward(Storage*, const Storage*, const SoftmaxRow*, const Storage*, \
+                                             const AttentionShape&, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)

@@ -1,11 +1,12 @@
-// The three machine instructions that CUDA C++ has no function for, as inline PTX: tensor-core products,
-// loads of their operands from shared memory, and copies to shared memory that run in the background.
+// The machine instructions that CUDA C++ has no function for, as inline PTX: tensor-core products, loads of
+// their operands from shared memory, copies to shared memory that run in the background, and a fast 2^x.
 // sm_80 and later. Fragment layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"
 // and "ldmatrix"; the simulator has them as tables (dev/cudasim/ptx_tables.h).
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -95,5 +96,17 @@ __device__ __forceinline__ void cp_async_wait() {
     cudasim::cp_async_wait(pending);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+// 2^x to within 2 units in the last place; what is below 2^-126 becomes 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+#ifdef MUGPT_CUDASIM
+    const float y = std::exp2(x);
+    return y < 0x1p-126f ? 0.0f : y;
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 #endif
 }
