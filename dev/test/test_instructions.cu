@@ -1,9 +1,10 @@
 // The instructions of kernels/cuda/ptx.cuh on whatever runs them, a GPU or the simulator, against the tables
 // of the PTX ISA (dev/cudasim/ptx_tables.h): which lane holds which element. What the kernels assume about
-// mma, ldmatrix and cp.async is checked here apart from the kernels.
+// mma, ldmatrix, cp.async and ex2 is checked here apart from the kernels.
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -143,6 +144,29 @@ TEST(Instructions, CpAsync) {
             const bool valid = from >= lanes || from % 3 != 0;
             EXPECT_EQ(result[i * 4 + j], valid ? in[from * 4 + j] : 0u) << i << "," << j;
         }
+    }
+}
+
+__global__ void exp2_kernel(float* out, const float* in, unsigned n) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = exp2_approximate(in[i]);
+}
+
+TEST(Instructions, Exp2) {
+    const StreamPointer stream = open_stream();
+    std::vector<float> in = {-INFINITY, -200, -127, 0, INFINITY, NAN};
+    for (float x = -126; x < 3; x += 0.317f) in.push_back(x);
+    const unsigned n = static_cast<unsigned>(in.size());
+    Buffer<float> out(unwritten<float>(n), stream.get());
+    launch(exp2_kernel, static_cast<unsigned>(ceil_div(n, lanes)), lanes, 0, stream.get(), out,
+           Buffer(in, stream.get()), n);
+    const std::vector<float> result = out.read();
+    const std::vector<float> exact = {0, 0, 0, 1, INFINITY};
+    for (size_t i = 0; i < exact.size(); i++) EXPECT_EQ(result[i], exact[i]) << in[i];
+    EXPECT_TRUE(std::isnan(result[5]));
+    for (size_t i = 6; i < n; i++) {
+        const double expected = std::exp2(static_cast<double>(in[i]));
+        EXPECT_NEAR(result[i], expected, 0x1p-22 * expected) << in[i];
     }
 }
 

@@ -34,8 +34,9 @@ constexpr float log2_e = 1.44269504088896340736f;
 constexpr float ln_2 = 0.69314718055994530942f;
 
 // How many blocks of 16 rows a warp owns, and the rows of the tiles that are walked. Two blocks of rows use
-// what is loaded for the second operand twice, as far as the registers go; tiles are as large as lets every
-// kernel run in 99 KiB of shared memory, what a block may have on sm_86, 89 and 120.
+// what is loaded for the second operand twice; larger ones, or longer tiles, do not fit the 255 registers of
+// a thread. A thread block takes 48 KiB of shared memory (HS 64) or 64 KiB (HS 128): on sm_86, 89 and 120 it
+// may have 99 KiB.
 template <unsigned HS>
 struct ForwardTiles {
     static constexpr unsigned blocks = 2, walked = HS == 64 ? 64 : 32;
