@@ -61,6 +61,12 @@ ifeq ($(BACKEND),sim)
 endif
 
 
+LINK_FLAGS := $(FLAGS)
+ifneq ($(STATIC),)
+    LINK_FLAGS := $(filter-out -fopenmp,$(FLAGS)) -static-libstdc++ -static-libgcc
+    LIBS := $(patsubst -lcudart,-lcudart_static -lrt -ldl,$(LIBS:-lxxhash=-l:libxxhash.a)) -l:libgomp.a -lpthread
+endif
+
 LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) $(OPS)
 OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
 
@@ -80,7 +86,7 @@ program: $(BUILD)/train_gpt
 	@$(if $(filter cpu cuda,$(notdir $(BUILD))),ln -sfn $(BUILD)/train_gpt train_gpt)
 tests: program $(TESTS:%=$(BUILD)/%)
 
-LINK = @echo "link $@" && $(CXX) $(CXXFLAGS) $(FLAGS) -o $@ $^
+LINK = @echo "link $@" && $(CXX) $(CXXFLAGS) $(LINK_FLAGS) -o $@ $^
 $(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(OBJECTS)
 	$(LINK) $(LIBS) $(LDFLAGS)
 

@@ -26,7 +26,7 @@ done
 [ "$size" = gpt2 ] || [ "$size" = tiny ] || { echo "gpu_check.sh: --size $size: gpt2 or tiny" >&2; exit 1; }
 mkdir -p "$out" || exit 1
 programs=${prebuilt:-build/cuda}
-cuda_tests="test_instructions test_fused_linear"
+cuda_tests="test_instructions test_cuda test_fused_linear"
 
 # One step: its name, then a command. Its output goes to a file; what it came to, to the report.
 report="" steps_json="" failed=0

@@ -8,6 +8,7 @@ packages=(
     nlohmann-json3-dev         # logs, checkpoints, tokenizer.json
     libxxhash-dev              # checkpoint checksums
     libgtest-dev               # tests
+    libboost-context-dev       # tests: fibers of the CUDA simulator
     locales                    # a test in a locale with a decimal comma
     libopenblas-openmp-dev     # the yardstick of `make bench`
 )
@@ -23,7 +24,8 @@ fi
 
 if ! command -v apt-get >/dev/null; then
     echo "setup: no apt-get here; install by hand: a C++20 compiler with OpenMP, make, CLI11, nlohmann-json," \
-        "xxhash, GoogleTest, OpenBLAS (conda-forge: cxx-compiler make cli11 nlohmann_json xxhash gtest openblas)" >&2
+        "xxhash, GoogleTest, Boost.Context, OpenBLAS (conda-forge: cxx-compiler make cli11 nlohmann_json xxhash gtest" \
+        "boost-cpp openblas)" >&2
     exit 1
 fi
 as_root=()

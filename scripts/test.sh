@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, builds and runs every test. --fast leaves out the sanitizer build.
+# Sets up, builds and runs every test. --fast leaves out the sanitizers, the simulator and nvcc.
 # The last line is "N passed, N failed, N skipped"; the exit status is 0 where nothing failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +14,8 @@ done
 
 scripts/setup.sh || exit 1
 jobs=$(nproc)
+# Threads that wait do not spin: tests of many small ops on a machine that does other things as well.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 tests="test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program"
 passed=0 failed=0 skipped=0
 
@@ -42,16 +44,65 @@ finish() {
     exit
 }
 
-if ! make -j"$jobs" tests; then failed=1; finish; fi
-for test in $tests; do run_test "build/cpu/$test"; done
+# A test that is a command: passed where it ends with status 0. Its output is shown where it fails.
+run_command() {
+    local name=$1; shift
+    local log; log=$(mktemp)
+    local start=$SECONDS
+    echo "== $name"
+    if "$@" >"$log" 2>&1; then passed=$((passed + 1)); else failed=$((failed + 1)); cat "$log"; fi
+    echo "   $((SECONDS - start)) s"
+    rm -f "$log"
+}
 
-if [ $fast -eq 0 ]; then
-    # The same tests under AddressSanitizer and UBSan. Programs end by exit() on bad input, so leaks are not
-    # faults there. test_program starts the program of its own build many times and stays with the plain build.
-    export ASAN_OPTIONS=detect_leaks=0
-    if ! make -j"$jobs" SANITIZE=1 CXXFLAGS="-O1 -g1" tests; then failed=$((failed + 1)); finish; fi
-    for test in test_kernels test_optim test_data test_checkpoint test_cli test_gpt; do
-        run_test "build/cpu-sanitize/$test" --gtest_filter="-*Slow*"
-    done
+# Builds, or ends the run: nothing after it would mean much.
+build() { make -j"$jobs" "$@" || { failed=$((failed + 1)); finish; }; }
+
+build BACKEND=cpu tests
+for test in $tests; do run_test "build/cpu/$test"; done
+[ $fast -eq 0 ] || finish
+
+# The same tests under AddressSanitizer and UBSan. Programs end by exit() on bad input, so leaks are not
+# faults there. test_program starts the program of its own build many times and stays with the plain build.
+export ASAN_OPTIONS=detect_leaks=0
+build BACKEND=cpu SANITIZE=1 CXXFLAGS="-O1 -g1" tests
+for test in test_kernels test_optim test_data test_checkpoint test_cli test_gpt; do
+    run_test "build/cpu-sanitize/$test" --gtest_filter="-*Slow*"
+done
+
+# The CUDA sources in the simulator: the simulator's own tests, the instructions, every op under several
+# orders of threads, the model against PyTorch's numbers, training against the CPU's, and gpu_check.sh.
+build BACKEND=sim tests build/sim/bench_ops
+for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda test_fused_linear test_kernels; do
+    run_test "build/sim/$test"
+done
+CUDASIM_SEED=1 run_test build/sim/test_cuda
+model="Golden.*:SixteenBit*.LogitsLossGradients"
+run_test build/sim/test_gpt --gtest_filter="$model"
+run_test build/sim/test_backends
+out=$(mktemp -d)
+GPU_CHECK_FILTER='*LayerNorm*' GPU_CHECK_MODEL_FILTER='Golden.LogitsLossGradients' \
+    run_command "gpu_check.sh on the simulator" scripts/gpu_check.sh --prebuilt build/sim --size tiny --out "$out"
+rm -rf "$out"
+
+# What nvcc makes of them, and what the program says where there is no GPU.
+no_gpu() {
+    local out said status=0
+    out=$(mktemp -d)
+    build/cuda/train_gpt tokenize --input data/text/tom_sawyer.txt --out "$out/text"
+    said=$(build/cuda/train_gpt --train-data "$out/text_train_*.bin" --layers 1 --heads 1 --channels 64 --seq-len 16 \
+        --tokens-per-step 64 --steps 1 2>&1 >/dev/null) || status=$?
+    rm -rf "$out"
+    echo "$said"
+    [ "$status" -eq 1 ] && [ "$(wc -l <<<"$said")" -eq 1 ] && grep -q 'make cpu' <<<"$said"
+}
+if command -v nvcc >/dev/null; then
+    build BACKEND=cuda build/cuda/train_gpt
+    if ! nvidia-smi >/dev/null 2>&1; then run_command "the CUDA program without a GPU" no_gpu; fi
+    echo "== ptxas_report"
+    if ARCHS="80 90" dev/bench/ptxas_report; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+else
+    echo "== nvcc is not here: kernels/cuda is not compiled for a GPU"
+    skipped=$((skipped + 1))
 fi
 finish
