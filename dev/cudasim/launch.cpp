@@ -1,5 +1,9 @@
 // Launching kernels: the limits of the architecture, and CUDA's error codes and words.
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,10 +15,29 @@ namespace {
 
 constexpr size_t shared_without_asking = 48 * 1024;  // bytes a block
 
+// A kernel and its threads a block: what CUDASIM_LAUNCHES lists.
+using LaunchShape = std::pair<const void*, unsigned>;
+
 struct Kernels {
     std::mutex mutex;
     std::map<const void*, size_t> shared_limits;  // where set_attribute has changed them
     uint64_t launches = 0;
+    FILE* list = nullptr;                    // where the program's end writes `launched`
+    std::map<LaunchShape, size_t> launched;  // the largest dynamic shared memory, in bytes
+
+    Kernels() {
+        const char* const path = getenv("CUDASIM_LAUNCHES");
+        if (path == nullptr || *path == '\0') return;
+        list = fopen(path, "w");
+        if (list == nullptr) fault("CUDASIM_LAUNCHES=%s: %s", path, strerror(errno));
+    }
+    ~Kernels() {
+        if (list == nullptr) return;
+        for (const auto& [shape, shared_bytes] : launched) {
+            fprintf(list, "%s\t%u\t%zu\n", kernel_name(shape.first).c_str(), shape.second, shared_bytes);
+        }
+        fclose(list);
+    }
 };
 Kernels& kernels() {
     static Kernels instance;
@@ -67,6 +90,10 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
             fault("launch of kernel %s: an argument points to host memory: %p", kernel_name(kernel).c_str(),
                   pointer);
         }
+    }
+    if (k.list != nullptr) {
+        size_t& most = k.launched[{kernel, block.x * block.y * block.z}];
+        most = std::max(most, config.dynamicSmemBytes);
     }
     auto work = std::make_shared<Launch>();
     work->kernel = kernel;

@@ -11,8 +11,10 @@
 namespace cudasim {
 namespace {
 
-// "layernorm_kernel<float>" from "void layernorm_kernel<float>(float*, ...)".
-std::string plain_name(const std::string& function) {
+// "layernorm_kernel<float>" from "void (anonymous namespace)::layernorm_kernel<float>(float*, ...)".
+std::string plain_name(std::string function) {
+    const std::string unnamed = "(anonymous namespace)::";
+    for (size_t at; (at = function.find(unnamed)) != std::string::npos;) function.erase(at, unnamed.size());
     const std::string name = function.substr(0, function.find('('));
     return name.rfind("void ", 0) == 0 ? name.substr(5) : name;
 }
