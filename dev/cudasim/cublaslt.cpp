@@ -309,6 +309,7 @@ void multiply(const Call& call) {
                 for (size_t p = 0; p < k; ++p) {
                     const float factor = b[j * k + p];
                     const float* const column = a.data() + p * m;
+#pragma omp simd
                     for (size_t i = 0; i < m; ++i) sums[i] += column[i] * factor;
                 }
                 for (size_t i = 0; i < m; ++i) {
