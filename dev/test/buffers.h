@@ -186,14 +186,28 @@ inline void expect_same_bits(const Outputs& actual, const Outputs& expected, con
     }
 }
 
-// Runs the op twice on one thread, then on two and three: the bits may not change. The CUDA simulator runs
-// the blocks and threads of each launch in an order of its own, so there these are four orders.
+// True on the CUDA simulator, a thousand times slower than what it stands for: sizes that only a backend's
+// caches and blocks ask for are not for it.
+inline bool on_simulator(Stream* stream) { return device_name(stream).starts_with("simulated"); }
+
+// Runs the op twice on one thread, then on two and three: the bits may not change. The CUDA simulator has no
+// threads, but an order of its own for the blocks and threads of each launch: there these are four orders, or
+// two where the result is large.
 inline Outputs run_op(const std::function<Outputs(Stream*)>& op) {
-    const StreamPointer one = open_stream(1), two = open_stream(2), three = open_stream(3);
+    const StreamPointer one = open_stream(1);
     const Outputs outputs = op(one.get());
     expect_same_bits(op(one.get()), outputs, "second run");
-    expect_same_bits(op(two.get()), outputs, "two threads");
-    expect_same_bits(op(three.get()), outputs, "three threads");
+    if (on_simulator(one.get())) {
+        size_t size = 0;
+        for (const Vector& output : outputs) size += output.size();
+        for (int run = 3; run <= 4 && size < 20000; ++run)
+            expect_same_bits(op(one.get()), outputs, "another order");
+        return outputs;
+    }
+    for (const int threads : {2, 3}) {
+        const StreamPointer stream = open_stream(threads);
+        expect_same_bits(op(stream.get()), outputs, std::to_string(threads) + " threads");
+    }
     return outputs;
 }
 

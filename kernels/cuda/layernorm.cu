@@ -70,6 +70,10 @@ __global__ void __launch_bounds__(forward_warps * 32)
     }
     const float variance = warp_sum(squares) / static_cast<float>(C);
     const float row_rstd = 1.0f / sqrtf(variance + epsilon);
+    if (threadIdx.x % warpSize == 0) {
+        mean[row] = row_mean;
+        rstd[row] = row_rstd;
+    }
 
     for (size_t c = first; c < C; c += step) {
         Pack<float, size> x = load_pack<vectors, size>(again + c, C - c);
@@ -79,10 +83,6 @@ __global__ void __launch_bounds__(forward_warps * 32)
             x.element[i] = fmaf((x.element[i] - row_mean) * row_rstd, w.element[i], b_.element[i]);
         }
         store_pack<vectors>(out + row * C + c, x, C - c);
-    }
-    if (threadIdx.x % warpSize == 0) {
-        mean[row] = row_mean;
-        rstd[row] = row_rstd;
     }
 }
 
@@ -112,7 +112,7 @@ constexpr unsigned backward_threads = 512;  // at most
 
 // partial (chunks, 2C): each chunk's dweight, then its dbias.
 template <typename Storage, bool vectors>
-__global__ void __launch_bounds__(backward_threads)
+__global__ void __launch_bounds__(backward_threads, 2)
     layernorm_backward_kernel(Storage* __restrict__ dx, float* __restrict__ partial,
                               const Storage* __restrict__ dout, const Storage* __restrict__ x,
                               const float* __restrict__ mean, const float* __restrict__ rstd,
@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(backward_threads)
     for (size_t c = size_t{threadIdx.x} * size; c < C; c += size_t{blockDim.x} * size) {
         const Pack<float, size> w = load_pack<vectors, size>(weight + c, C - c);
         Pack<float, size> sum_weight = {}, sum_bias = {};
+#pragma unroll 1  // by four, it takes too many registers for two blocks
         for (unsigned r = 0; r < rows; r++) {
             const size_t row = first_row + r, at = row * C + c;
             const float row_mean = mean[row], row_rstd = rstd[row];
