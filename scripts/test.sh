@@ -73,9 +73,11 @@ done
 # The CUDA sources in the simulator: the simulator's own tests, the instructions, every op under several
 # orders of threads, the model against PyTorch's numbers, training against the CPU's, and gpu_check.sh.
 build BACKEND=sim tests build/sim/bench_ops
-for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda test_fused_linear test_kernels; do
+for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda test_fused_linear; do
     run_test "build/sim/$test"
 done
+launches=$(mktemp)
+CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
 CUDASIM_SEED=1 run_test build/sim/test_cuda
 model="Golden.*:SixteenBit*.LogitsLossGradients"
 run_test build/sim/test_gpt --gtest_filter="$model"
@@ -101,9 +103,22 @@ if command -v nvcc >/dev/null; then
     build BACKEND=cuda build/cuda/train_gpt
     if ! nvidia-smi >/dev/null 2>&1; then run_command "the CUDA program without a GPU" no_gpu; fi
     echo "== ptxas_report"
-    if ARCHS="80 90" dev/bench/ptxas_report; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+    if LAUNCHES=$launches ARCHS="80 90" dev/bench/ptxas_report; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+    fi
+    echo "== sass_check"
+    if said=$(dev/bench/sass_check); then
+        echo "$said"
+        if grep -q 'sass_check: skipped' <<<"$said"; then skipped=$((skipped + 1)); else passed=$((passed + 1)); fi
+    else
+        echo "$said"
+        failed=$((failed + 1))
+    fi
 else
     echo "== nvcc is not here: kernels/cuda is not compiled for a GPU"
     skipped=$((skipped + 1))
 fi
+rm -f "$launches"
 finish
