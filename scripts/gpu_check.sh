@@ -3,9 +3,10 @@
 #
 #   scripts/gpu_check.sh [--out DIR] [--prebuilt DIR] [--size gpt2|tiny]
 #
-# Builds the CUDA programs (or takes those of --prebuilt DIR, made elsewhere by `make cuda tests STATIC=1
-# ARCHS=all`: this machine then needs a driver and CUDA's libraries only), tests the instructions, the ops and
-# the model on the device, measures every op, and trains GPT-2 124M for a few steps in BF16 with each optimizer.
+# Builds the CUDA programs (or takes those of --prebuilt DIR, made elsewhere by
+#     make BACKEND=cuda STATIC=1 ARCHS=all MARCH=x86-64-v3 tests build/cuda/bench_ops
+# so that this machine needs the driver and CUDA's libraries only), tests the instructions, the ops and the model
+# on the device, measures every op, and trains GPT-2 124M for a few steps in BF16 with each optimizer.
 # Writes DIR/report.txt, DIR/report.json and the output of each step; the default DIR is runs/gpu_check.
 # Ends with status 1 if a step failed; a step that cannot be done here is "skipped", never passed.
 # --size tiny shrinks the measurements, so that the script itself can be tested on the simulator.
