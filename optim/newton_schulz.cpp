@@ -1,4 +1,4 @@
-// Newton-Schulz iteration in fp32: the coefficient sets with their guards, and the iteration itself, three
+// Newton-Schulz iteration: the coefficient sets with their guards, and the iteration itself, three
 // batched matrix products a step. See newton_schulz.h.
 #include "optim/newton_schulz.h"
 
@@ -67,21 +67,22 @@ size_t newton_schulz_workspace(size_t batch, size_t rows, size_t cols) {
     return batch * (rows * cols + 2 * side * side);
 }
 
-float* newton_schulz(float* x, float* workspace, size_t batch, size_t rows, size_t cols,
-                     const std::vector<NewtonSchulzStep>& steps, Stream* stream) {
+template <typename Element>
+Element* newton_schulz(Element* x, Element* workspace, size_t batch, size_t rows, size_t cols,
+                       const std::vector<NewtonSchulzStep>& steps, Stream* stream) {
     const bool tall = rows > cols;
     const size_t side = std::min(rows, cols);
-    float* next = workspace;
-    float* gram = next + batch * rows * cols;
-    float* polynomial = gram + batch * side * side;
+    Element* next = workspace;
+    Element* gram = next + batch * rows * cols;
+    Element* polynomial = gram + batch * side * side;
     for (const NewtonSchulzStep& step : steps) {
         const float a = static_cast<float>(step.a);
         const float b = static_cast<float>(step.b);
         const float c = static_cast<float>(step.c);
         // gram = X X^T;  polynomial = b gram + c gram^2;  next = a X + polynomial X.  Tall: gram = X^T X and
         // X polynomial, the same function of X.
-        gemm_batched<float>(gram, x, x, nullptr, tall, !tall, side, side, std::max(rows, cols), 1.0f, 0.0f,
-                            batch, stream);
+        gemm_batched<Element>(gram, x, x, nullptr, tall, !tall, side, side, std::max(rows, cols), 1.0f, 0.0f,
+                              batch, stream);
         gemm_batched(polynomial, gram, gram, gram, false, false, side, side, side, c, b, batch, stream);
         gemm_batched(next, tall ? x : polynomial, tall ? polynomial : x, x, false, false, rows, cols, side,
                      1.0f, a, batch, stream);
@@ -89,3 +90,8 @@ float* newton_schulz(float* x, float* workspace, size_t batch, size_t rows, size
     }
     return x;
 }
+
+template float* newton_schulz(float*, float*, size_t, size_t, size_t, const std::vector<NewtonSchulzStep>&,
+                              Stream*);
+template fp16_t* newton_schulz(fp16_t*, fp16_t*, size_t, size_t, size_t, const std::vector<NewtonSchulzStep>&,
+                               Stream*);

@@ -39,7 +39,7 @@ SingularValueRange newton_schulz_range(const std::vector<NewtonSchulzStep>& step
 // seems to go on.
 void newton_schulz_check(const std::string& name, const std::vector<NewtonSchulzStep>& steps);
 
-// Floats of workspace that `newton_schulz` needs for `batch` matrices.
+// Elements of workspace that `newton_schulz` needs for `batch` matrices.
 size_t newton_schulz_workspace(size_t batch, size_t rows, size_t cols);
 
 // Applies the steps to `batch` contiguous (rows, cols) matrices, each of spectral norm at most 1 (see
@@ -47,5 +47,10 @@ size_t newton_schulz_workspace(size_t batch, size_t rows, size_t cols);
 // number of steps, the start of the workspace after an odd one. The Gram matrix of the smaller side is used,
 // so a tall matrix needs no transpose: 4 m^2 n + 2 m^3 FLOPs a step for sides m <= n. A zero matrix stays
 // exactly zero. The bits of one matrix do not depend on its batch.
-float* newton_schulz(float* x, float* workspace, size_t batch, size_t rows, size_t cols,
-                     const std::vector<NewtonSchulzStep>& steps, Stream* stream);
+//
+// Element is float or fp16_t: each product is rounded to it once, its sums are fp32. fp16's 11 bits are
+// enough where the norm was divided by in fp32 before rounding, as muon_normalize does; bf16's 8 are not
+// offered.
+template <typename Element>
+Element* newton_schulz(Element* x, Element* workspace, size_t batch, size_t rows, size_t cols,
+                       const std::vector<NewtonSchulzStep>& steps, Stream* stream);
