@@ -6,7 +6,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -490,6 +493,31 @@ TEST_F(CudaSim, AtomicOperationsAreNoRaces) {
 // Launches
 
 __global__ void nothing_kernel() {}
+
+// The list is of a whole program, written as it ends.
+TEST_F(CudaSimDeathTest, LaunchesAreListed) {
+    const std::string path = testing::TempDir() + "cudasim_launches";
+    setenv("CUDASIM_LAUNCHES", path.c_str(), 1);
+    EXPECT_EXIT(
+        {
+            for (const size_t shared_memory : {16, 48, 32}) run(nothing_kernel, 3, 64, shared_memory);
+            run(nothing_kernel, 1, dim3(8, 4), 0);
+            float* x = to_device(ramp(100));
+            run(copy_kernel<float>, 4, 32, 0, device_array<float>(100), x, size_t{100});
+            exit(0);
+        },
+        testing::ExitedWithCode(0), "");
+    setenv("CUDASIM_LAUNCHES", "/nowhere/launches", 1);
+    EXPECT_DEATH(run(nothing_kernel, 1, 1, 0), "CUDASIM_LAUNCHES=/nowhere/launches: No such file");
+    unsetenv("CUDASIM_LAUNCHES");
+
+    std::ifstream list(path);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(list, line);) lines.push_back(line);
+    std::ranges::sort(lines);
+    EXPECT_EQ(lines, (std::vector<std::string>{"copy_kernel<float>\t32\t0", "nothing_kernel\t32\t0",
+                                               "nothing_kernel\t64\t48"}));
+}
 
 TEST_F(CudaSim, LaunchLimits) {
     EXPECT_EQ(start_on(nullptr, nothing_kernel, 1, 1024, 0), cudaSuccess);

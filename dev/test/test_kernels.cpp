@@ -1161,21 +1161,23 @@ TYPED_TEST(Kernels, MuonNormalizeIsBatchIndependent) {
         });
 }
 
-template <typename Storage>
+template <typename Storage, typename Update>
 void check_muon_update(size_t n, bool with_master) {
     SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master);
     const double lr = 0.02, scale = 0.2 * std::sqrt(776.0), weight_decay = 0.1;
-    const auto start = normal<float>(n, 1, 0.02), update = normal<float>(n, 2, 0.05);
+    const auto start = normal<float>(n, 1, 0.02);
+    const auto update = normal<Update>(n, 2, 0.05);
     const auto single = [](double x) { return static_cast<float>(x); };
     const Outputs outputs = run_op([&](Stream* stream) {
         Buffer<Storage> param(rounded<Storage>(doubles(start)), stream);
         Buffer<float> master(start, stream);
-        muon_update<Storage, float>(param, with_master ? master.data() : nullptr, Buffer(update, stream), n,
-                                    single(lr), single(scale), single(weight_decay), stream);
+        muon_update<Storage, Update>(param, with_master ? master.data() : nullptr, Buffer(update, stream), n,
+                                     single(lr), single(scale), single(weight_decay), stream);
         return Outputs{param.values(), master.values()};
     });
     Vector expected = doubles(start);
-    for (size_t i = 0; i < n; ++i) expected[i] -= lr * weight_decay * expected[i] + lr * scale * update[i];
+    for (size_t i = 0; i < n; ++i)
+        expected[i] -= lr * weight_decay * expected[i] + lr * scale * to_double(update[i]);
     expect_close<Storage>("param", outputs[0], expected, 1);
     if (with_master) {
         expect_close<float>("master", outputs[1], expected, 1);
@@ -1188,8 +1190,9 @@ void check_muon_update(size_t n, bool with_master) {
 
 TYPED_TEST(Kernels, MuonUpdate) {
     for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
-        check_muon_update<TypeParam>(n, true);
-        if constexpr (std::is_same_v<TypeParam, float>) check_muon_update<float>(n, false);
+        check_muon_update<TypeParam, float>(n, true);
+        check_muon_update<TypeParam, TypeParam>(n, true);
+        if constexpr (std::is_same_v<TypeParam, float>) check_muon_update<float, float>(n, false);
     }
 }
 
