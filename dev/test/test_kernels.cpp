@@ -372,7 +372,7 @@ TYPED_TEST(Kernels, LayerNormGradientIsNumeric) {
 // Every N with every C, each C with many OC; and each dimension once above the cache blocks of a packed GEMM
 // (hundreds of rows and of terms, thousands of columns).
 Shapes<3> linear_shapes() {
-    Shapes<3> shapes = {{1037, 40, 24}, {7, 5, 3101}, {3, 3101, 8}, {130, 776, 776}};
+    Shapes<3> shapes = {{1037, 40, 24}, {7, 5, 3101}, {3, 3101, 8}, {130, 776, 776}, {300, 8, 5}};
     const std::vector<size_t> channels = {1, 5, 8, 24, 40, 129, 264, 776};
     size_t next = 0;
     for (const size_t N : {1, 3, 7, 33, 65, 130}) {
@@ -766,6 +766,19 @@ TYPED_TEST(Kernels, CrossEntropy) {
     }
     check_cross_entropy<TypeParam>(130, 65, 2, 0.37f / 130);
     check_cross_entropy<TypeParam>(33, 257, 30);
+}
+
+// Rows that start at no aligned address, so that no kernel may read them as vectors.
+TYPED_TEST(Kernels, CrossEntropyOfUnpaddedRows) {
+    using Storage = TypeParam;
+    const size_t N = 5, V = 131;
+    const auto logits = normal<float>(N * V, 1, 3);
+    const auto targets = integers(N, 2, V);
+    const Outputs outputs = run_cross_entropy<Storage>(logits, targets, 0.5, N, V, V);
+    const Vector losses = reference::cross_entropy_forward(doubles(logits), targets, N, V, V);
+    const Vector dlogits = reference::cross_entropy_backward(doubles(logits), targets, 0.5, N, V, V);
+    expect_close<float>("losses", outputs[0], losses, V);
+    expect_close<Storage>("dlogits", outputs[1], dlogits, V);
 }
 
 // A softmax that forgets to subtract the maximum, or a log of a rounded probability, fails here.
