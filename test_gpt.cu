@@ -1,6 +1,7 @@
 // The whole program tested from outside.
 //
 //   Golden      logits, loss, gradients and ten steps of both optimizers against PyTorch (dev/reference)
+//   Recompute   the same bits whatever is kept for backward, and the bytes it takes
 //   SixteenBit  logits, loss and gradients with bf16 and fp16 storage; master copies; overfitting
 //   WholeModel  finite differences, the same bits on any number of threads, micro-batches, padding,
 //   evaluation
@@ -9,6 +10,7 @@
 //
 // Golden files are found relative to the root of the tree: run it there.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -21,6 +23,8 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/console.h"
+#include "data/files.h"
 #include "kernels/device.h"
 #include "kernels/error.h"
 #include "kernels/random.h"
@@ -76,11 +80,11 @@ struct Golden {
 template <typename Storage>
 struct TrainerOf {
     TrainerOf(const GptConfig& config, size_t B, size_t T, const OptimizerConfig& settings = {},
-              int threads = 1)
+              int threads = 1, Recompute recompute = Recompute::none)
         : stream(stream_create({.index = 0, .threads = threads})),
           table(gpt_parameter_table(config)),
           optimizer(optimizer_create(settings, table, stream)),
-          model(gpt_create<Storage>(config, B, T, true,
+          model(gpt_create<Storage>(config, B, T, true, recompute,
                                     optimizer_minimum_workspace(optimizer) * sizeof(float), stream)),
           sums(static_cast<double*>(device_malloc(table_blocks(table) * sizeof(double), stream))) {}
     ~TrainerOf() {
@@ -479,7 +483,8 @@ TYPED_TEST(SixteenBit, OnlyTrainedModelsHaveAMaster) {
     TrainerOf<TypeParam> trainer(odd_config(), 1, 2);
     EXPECT_EQ(trainer.model.params_bytes, 2 * table_elements(trainer.table));
     EXPECT_EQ(trainer.model.master_bytes, 4 * table_elements(trainer.table));
-    Gpt<TypeParam> untrained = gpt_create<TypeParam>(odd_config(), 1, 2, false, 0, trainer.stream);
+    Gpt<TypeParam> untrained =
+        gpt_create<TypeParam>(odd_config(), 1, 2, false, Recompute::none, 0, trainer.stream);
     EXPECT_EQ(untrained.master, nullptr);
     EXPECT_EQ(untrained.master_bytes, 0u);
     gpt_destroy(untrained, trainer.stream);
@@ -492,6 +497,128 @@ TYPED_TEST(SixteenBit, OnlyTrainedModelsHaveAMaster) {
 TYPED_TEST(SixteenBit, OverfitsOneBatch) {
     for (const OptimizerConfig& config : {OptimizerConfig{}, muon_config()})
         expect_overfits<TypeParam>(config, this->loss_scale);
+}
+
+// ===================================================================================================
+// Recompute
+
+constexpr std::array recomputes = {Recompute::none, Recompute::gelu, Recompute::block};
+
+template <typename Storage>
+struct RecomputeOf : testing::Test {};
+using StorageTypes = testing::Types<float, bf16_t, fp16_t>;
+TYPED_TEST_SUITE(RecomputeOf, StorageTypes);
+
+// Losses and norms on the way, the gradients of the last step, and what the weights have become.
+template <typename Storage>
+struct Trained {
+    std::vector<StepResult> steps;
+    std::vector<float> grads;
+    std::vector<char> params, master;
+};
+
+// Four layers, so that some are neither first nor last; micro-batches smaller than the room there is; and an
+// evaluation in between, which writes over what the layers share.
+template <typename Storage>
+Trained<Storage> train_with(Recompute recompute, const OptimizerConfig& settings, bool tied_head) {
+    GptConfig config = odd_config(tied_head);
+    config.layers = 4;
+    const size_t B = 3, T = 21;
+    const double loss_scale = std::is_same_v<Storage, fp16_t> ? 1024.0 : 1.0;
+    TrainerOf<Storage> trainer(config, B + 1, T + 2, settings, 1, recompute);
+    const std::vector<float> params = lively_params(trainer.table, 61);
+    for (const Parameter& parameter : trainer.table) {
+        gpt_set_tensor(trainer.model, parameter, params.data() + parameter.offset, trainer.stream);
+    }
+    Trained<Storage> result;
+    for (size_t step = 0; step < 3; step++) {
+        const auto [tokens, targets] = random_batch(2 * B * T, config.vocab_size, 62 + step);
+        result.steps.push_back(
+            train_step(trainer, tokens.data(), targets.data(), 2, B, T, 1e-2, 1.0, loss_scale));
+        const double loss = mean_loss(trainer, tokens, targets, B + 1, T);
+        result.steps.push_back({loss, loss});
+    }
+    result.grads = all_grads(trainer);
+    const Gpt<Storage>& model = trainer.model;
+    result.params = to_host(reinterpret_cast<char*>(model.params), model.params_bytes, trainer.stream);
+    result.master = to_host(reinterpret_cast<char*>(model.master), model.master_bytes, trainer.stream);
+    return result;
+}
+
+TYPED_TEST(RecomputeOf, ChangesNoBit) {
+    for (const OptimizerConfig& settings : {OptimizerConfig{}, muon_config()}) {
+        for (const bool tied_head : {true, false}) {
+            const Trained<TypeParam> kept = train_with<TypeParam>(Recompute::none, settings, tied_head);
+            ASSERT_TRUE(std::isfinite(norm_of(kept.grads)) && norm_of(kept.grads) > 0);
+            for (const Recompute recompute : {Recompute::gelu, Recompute::block}) {
+                SCOPED_TRACE(recompute == Recompute::gelu ? "gelu" : "block");
+                const Trained<TypeParam> other = train_with<TypeParam>(recompute, settings, tied_head);
+                EXPECT_SAME_BITS(kept.steps, other.steps);
+                EXPECT_SAME_BITS(kept.grads, other.grads);
+                EXPECT_SAME_BITS(kept.params, other.params);
+                EXPECT_SAME_BITS(kept.master, other.master);
+            }
+        }
+    }
+}
+
+// The arenas are as large as planned, and the device's count of them is the same.
+TYPED_TEST(RecomputeOf, TakesWhatIsPlanned) {
+    for (const Recompute recompute : recomputes) {
+        Stream* stream = stream_create({.index = 0, .threads = 1});
+        Gpt<TypeParam> plan = gpt_plan<TypeParam>(odd_config(), 3, 21, true, recompute, 0);
+        EXPECT_EQ(plan.params, nullptr);
+        EXPECT_EQ(device_allocated_bytes(stream), 0u);
+        Gpt<TypeParam> model = gpt_create<TypeParam>(odd_config(), 3, 21, true, recompute, 0, stream);
+        EXPECT_EQ(device_allocated_bytes(stream),
+                  plan.params_bytes + plan.master_bytes + plan.grads_bytes + plan.activations_bytes);
+        gpt_destroy(model, stream);
+        stream_destroy(stream);
+    }
+}
+
+// GPT-2 124M at 4 x 1024 tokens, counted by hand in rows of C, and as the README says. A layer has ln1, qkv,
+// attention, residual_mid, ln2, fc_pre_gelu, fc_gelu and residual_out: 1 + 3 + 1 + 1 + 1 + 4 + 4 + 1 of them.
+TYPED_TEST(RecomputeOf, BytesAtGpt2) {
+    const size_t N = 4096, C = 768, L = 12, NH = 12, Vp = 50304, chunk = 256, s = sizeof(TypeParam);
+    const size_t row = N * C * s, statistics = N * (4 + NH) * sizeof(float), wide = 4 * row;
+    const size_t layer = 16 * row + statistics;
+    // embedded, lnf, branch, dresidual, and dwide; final statistics, losses, tokens, targets, and the loss.
+    const size_t around = 4 * row + wide + 5 * N * 4 + 256 + chunk * Vp * (4 + (s == 4 ? 0 : s));
+    const std::string readme = std::string(file_map("README.md", "").text());
+    const auto expect_bytes = [&](Recompute recompute, const char* name, size_t expected) {
+        const Gpt<TypeParam> plan = gpt_plan<TypeParam>({}, 4, 1024, true, recompute, 0);
+        EXPECT_EQ(plan.activations_bytes, expected) << name;
+        const std::string line = readme.substr(readme.find("\n| `" + std::string(name) + "` | "));
+        EXPECT_NE(line.substr(0, line.find('\n', 1)).find(" " + with_commas(expected) + " "),
+                  std::string::npos)
+            << name << " " << expected;
+    };
+    expect_bytes(Recompute::none, "none", around + L * layer);
+    expect_bytes(Recompute::gelu, "gelu", around + L * layer - (L - 1) * wide);
+    expect_bytes(Recompute::block, "block", around + layer + (L - 1) * row);
+}
+
+// What train_gpt does before it has weights: of zeros and a loss times zero, nothing but zeros is left.
+TYPED_TEST(RecomputeOf, AStepOnZerosLeavesZeros) {
+    const size_t B = 3, T = 21;
+    for (const OptimizerConfig& settings : {OptimizerConfig{}, muon_config()}) {
+        TrainerOf<TypeParam> trainer(odd_config(), B, T, settings);
+        const std::vector<int> zeros(B * T);
+        gpt_forward_backward(trainer.model, zeros.data(), zeros.data(), B, T, 0.0f, trainer.stream);
+        grad_norm(trainer);
+        Gpt<TypeParam>& model = trainer.model;
+        optimizer_step<TypeParam>(trainer.optimizer, model.params, model.master, model.grads, 0.0f, 0.0f,
+                                  reinterpret_cast<float*>(model.activations),
+                                  model.activations_bytes / sizeof(float), trainer.stream);
+        const auto expect_zeros = [&](const void* memory, size_t bytes) {
+            EXPECT_SAME_BITS(to_host(static_cast<const char*>(memory), bytes, trainer.stream),
+                             std::vector<char>(bytes));
+        };
+        expect_zeros(model.params, model.params_bytes);
+        expect_zeros(model.master, model.master_bytes);
+        expect_zeros(trainer.optimizer.state, optimizer_state_bytes(trainer.optimizer));
+    }
 }
 
 // ===================================================================================================

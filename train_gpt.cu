@@ -299,17 +299,42 @@ std::string ownership_table(const Run<Storage>& run) {
     return boxed_table(rows);
 }
 
+// Muon's part of the optimizer's state; AdamW has the rest.
+size_t muon_state_bytes(const Optimizer& optimizer) {
+    size_t elements = 0;
+    for (const OptimizerSlot& slot : optimizer.slots) {
+        if (slot.muon) elements += aligned_elements(slot.size());
+    }
+    return elements * sizeof(float);
+}
+
+// What the run has of the device's memory, row by row, and the device's own count of all of it.
 template <typename Storage>
 std::string memory_table(const Run<Storage>& run) {
-    return boxed_table({
-        {"memory", "MiB"},
-        {"parameters", mebibytes(run.model.params_bytes)},
-        {"master weights (fp32)", mebibytes(run.model.master_bytes)},
-        {"gradients (fp32)", mebibytes(run.model.grads_bytes)},
-        {"optimizer state", mebibytes(optimizer_state_bytes(run.optimizer))},
-        {"activations, shared with the optimizer's work", mebibytes(run.model.activations_bytes)},
-        {"all, at the start", mebibytes(device_allocated_bytes(run.stream))},
-    });
+    const Gpt<Storage>& model = run.model;
+    const size_t muon = muon_state_bytes(run.optimizer), blocks = table_blocks(model.table);
+    const std::string recompute = run.values["recompute"];
+    std::string activations = "activations and optimizer's work, --recompute " + recompute;
+    if (model.recompute != Recompute::none) {
+        const size_t workspace = optimizer_minimum_workspace(run.optimizer) * sizeof(float);
+        const Gpt<Storage> all_kept =
+            gpt_plan<Storage>(model.config, model.B, model.T, true, Recompute::none, workspace);
+        activations += " (none: " + mebibytes(all_kept.activations_bytes) + " MiB)";
+    }
+    std::vector<std::vector<std::string>> rows = {{"memory", "bytes", "MiB"}};
+    const auto add = [&](const std::string& what, size_t bytes) {
+        rows.push_back({what, with_commas(bytes), mebibytes(bytes)});
+    };
+    add("parameters", model.params_bytes);
+    add("master weights (fp32)", model.master_bytes);
+    add("gradients (fp32)", model.grads_bytes);
+    add("AdamW's state", optimizer_state_bytes(run.optimizer) - muon);
+    add("Muon's state", muon);
+    add(activations, model.activations_bytes);
+    add("a sum and a flag for each block", blocks * (sizeof(double) + sizeof(int)));
+    add("scratch of the ops", device_scratch_bytes(run.stream));
+    add("all", device_allocated_bytes(run.stream));
+    return boxed_table(rows);
 }
 
 // The checkpoint that the run goes on from; its folder is "" where the run is a new one. Changes nothing.
@@ -407,22 +432,49 @@ void settle_values(Run<Storage>& run, const GptConfig& config) {
     run.values["warmup"] = run.options.schedule.warmup;
 }
 
+// The optimizer works in the activations' memory, which is dead between backward and the next forward.
+template <typename Storage>
+void update_weights(Run<Storage>& run, double lr, float grad_scale) {
+    Gpt<Storage>& model = run.model;
+    optimizer_step<Storage>(run.optimizer, model.params, model.master, model.grads, static_cast<float>(lr),
+                            grad_scale, reinterpret_cast<float*>(model.activations),
+                            model.activations_bytes / sizeof(float), run.stream);
+}
+
+// A micro-batch and an update before there are weights: each op takes its scratch now, so that the memory
+// table is complete, what is missing is missed here, and the first step takes no longer than others. Of zero
+// weights and gradients of a loss times zero, zeros are left; only the optimizer counts, and forgets it
+// again.
+template <typename Storage>
+void rehearse(Run<Storage>& run) {
+    console_live(run.console, "setting up: a micro-batch of zeros");
+    gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(), run.model.B, run.model.T, 0.0f,
+                         run.stream);
+    global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream);
+    update_weights(run, 0, 0.0f);
+    run.optimizer.steps = run.optimizer.degenerate_updates = 0;
+}
+
 // Takes all memory of the run.
 template <typename Storage>
 void create_model(Run<Storage>& run, const GptConfig& config) {
     const TrainOptions& o = run.options;
-    // The optimizer works in the activations' memory, which is dead between backward and the next forward.
     const ParameterTable table = gpt_parameter_table(config);
     const size_t workspace = optimizer_minimum_workspace(optimizer_plan(o.optimizer, table)) * sizeof(float);
+    // The ceiling has a stream of its own: its matrices are gone before the run's memory is taken and
+    // counted.
     run.stream = stream_create({.threads = o.threads});
     run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
-    run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, workspace, run.stream);
+    stream_destroy(run.stream);
+    run.stream = stream_create({.threads = o.threads});
+    run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, o.recompute, workspace, run.stream);
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
     run.norm_sums =
         static_cast<double*>(device_malloc(table_blocks(run.model.table) * sizeof(double), run.stream));
     run.flops_per_token = gpt_flops_per_token(config, run.T);
     run.inputs.resize(o.batch_size * run.T);
     run.targets.resize(o.batch_size * run.T);
+    rehearse(run);
 }
 
 // Where a resumed run stands: its steps, its loss scale, and its position in the data, which is their
@@ -529,10 +581,7 @@ StepResult train_step(Run<Storage>& run) {
     if (!result.skipped) {
         // Unscaled, then clipped: by powers of two, so that the loss scale changes no bit of the update.
         const float grad_scale = clip_factor(result.grad_norm, o.grad_clip) / scale;
-        optimizer_step<Storage>(run.optimizer, run.model.params, run.model.master, run.model.grads,
-                                static_cast<float>(result.lr), grad_scale,
-                                reinterpret_cast<float*>(run.model.activations),
-                                run.model.activations_bytes / sizeof(float), run.stream);
+        update_weights(run, result.lr, grad_scale);
         run.step++;
     } else {
         run.skipped++;
@@ -812,7 +861,7 @@ void generate_text(const GenerateOptions& o) {
     const std::vector<int> prompt = prompt_ids("--prompt", o.prompt, tokenizer, tokenizer_path, config);
 
     Stream* stream = stream_create({.threads = o.threads});
-    Gpt<Storage> model = gpt_create<Storage>(config, 1, config.seq_len, false, 0, stream);
+    Gpt<Storage> model = gpt_create<Storage>(config, 1, config.seq_len, false, Recompute::none, 0, stream);
     std::vector<std::string> warnings;
     huggingface_read(model, o.model, warnings, stream);
     for (const std::string& warning : warnings) console_error(warning);

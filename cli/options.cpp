@@ -56,6 +56,8 @@ const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind
                                                          {"muon", OptimizerKind::muon}};
 const std::map<std::string, Dtype> dtypes = {
     {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
+const std::map<std::string, Recompute> recomputes = {
+    {"none", Recompute::none}, {"gelu", Recompute::gelu}, {"block", Recompute::block}};
 const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
                                                    {"linear", Schedule::linear},
                                                    {"constant", Schedule::constant},
@@ -191,6 +193,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "storage of weights and activations; 16-bit weights have an fp32 master copy", group);
     add_number(*app, "--loss-scale", o.loss_scale, 0, 0x1p24,
                "fp16: a fixed power of two; 0: adapted to the gradients, from 65536 (PyTorch)", group);
+    add_choice(*app, "--recompute", o.recompute, recomputes,
+               "what backward computes again to save memory, to the same bits", group);
 
     group = "Run";
     add_number(*app, "--seed", o.seed, 0, largest, "of initialisation, data order and samples", group);

@@ -31,6 +31,8 @@ int device_threads(const Stream* stream);
 // Bytes allocated on the device now, the ops' own scratch included, and the most there ever were.
 size_t device_allocated_bytes(const Stream* stream);
 size_t device_peak_bytes(const Stream* stream);
+// The ops' scratch alone: what the largest op so far needed. It never shrinks.
+size_t device_scratch_bytes(const Stream* stream);
 
 // Memory of the device, aligned to 256 bytes at least; contents are unspecified. Fails with the size
 // asked for if it is not there. A size of 0 gives a null pointer.

@@ -41,7 +41,8 @@ template <typename Storage>
 void layernorm_forward(Storage* out, float* mean, float* rstd, const Storage* x, const Storage* weight,
                        const Storage* bias, size_t N, size_t C, Stream* stream);
 
-// sum = a + b, then LayerNorm of sum: one pass over memory. sum may be a or b. All (N,C).
+// sum = a + b, then LayerNorm of sum as stored: one pass over memory, and the very bits that
+// layernorm_forward gives of sum. sum may be a or b. All (N,C).
 template <typename Storage>
 void residual_layernorm_forward(Storage* sum, Storage* out, float* mean, float* rstd, const Storage* a,
                                 const Storage* b, const Storage* weight, const Storage* bias, size_t N,
@@ -62,6 +63,10 @@ void layernorm_backward(Storage* dx, float* dweight, float* dbias, const Storage
 template <typename Storage>
 void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Storage* weight,
                     const Storage* bias, size_t N, size_t C, size_t OC, Stream* stream);
+
+// out = gelu(x): the very bits that linear_forward gives as out beside x as pre_gelu. All (n).
+template <typename Storage>
+void gelu_forward(Storage* out, const Storage* x, size_t n, Stream* stream);
 
 // dx = dout * weight, times gelu'(pre_gelu) where pre_gelu, the value whose GELU x is, is given;
 // dweight += dout^T * x;  dbias += column sums of dout. dx, dbias and pre_gelu may each be null.

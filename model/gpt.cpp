@@ -237,9 +237,11 @@ struct Bump {
 // Places the activations of N = B*T rows; returns the bytes they take.
 template <typename Storage>
 size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfig& config, size_t N,
-                         bool trainable) {
+                         bool trainable, Recompute recompute) {
     const size_t L = config.layers, C = config.channels, NH = config.heads, Vp = config.padded_vocab();
     const size_t chunk = std::min(N, head_chunk);
+    const bool keep_residual = trainable, keep_gelu = trainable && recompute == Recompute::none,
+               keep_others = trainable && recompute != Recompute::block;
     Bump bump{arena};
 
     bump.place(a.tokens, N);
@@ -248,10 +250,10 @@ size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfi
     a.layers.resize(L);
     for (size_t l = 0; l < L; l++) {
         GptLayerActivations<Storage>& layer = a.layers[l];
-        if (!trainable && l > 0) {  // with no backward to come, every layer writes over the one before
-            layer = a.layers[0];
-            continue;
-        }
+        if (l > 0) layer = a.layers[0];  // what is not kept, every layer writes over
+        if (l == 0 || keep_residual) bump.place(layer.residual_out, N * C);
+        if (l == 0 || keep_gelu) bump.place(layer.fc_gelu, N * 4 * C);
+        if (l > 0 && !keep_others) continue;
         bump.place(layer.ln1, N * C);
         bump.place(layer.ln1_mean, N);
         bump.place(layer.ln1_rstd, N);
@@ -263,8 +265,6 @@ size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfi
         bump.place(layer.ln2_mean, N);
         bump.place(layer.ln2_rstd, N);
         bump.place(layer.fc_pre_gelu, N * 4 * C);
-        bump.place(layer.fc_gelu, N * 4 * C);
-        bump.place(layer.residual_out, N * C);
     }
     bump.place(a.lnf, N * C);
     bump.place(a.lnf_mean, N);
@@ -289,8 +289,8 @@ size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfi
 }  // namespace
 
 template <typename Storage>
-Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, size_t min_workspace,
-                        Stream* stream) {
+Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
+                      size_t min_workspace) {
     gpt_check(config);
     if (T < 1 || T > config.seq_len)
         fail("--seq-len %zu: must be 1 to %zu, the positions of the model", T, config.seq_len);
@@ -302,32 +302,38 @@ Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool traina
     model.table = gpt_parameter_table(config);
     model.B = B;
     model.T = T;
+    model.recompute = recompute;
+    const size_t elements = table_elements(model.table);
+    model.params_bytes = elements * sizeof(Storage);
+    if (trainable && !std::is_same_v<Storage, float>) model.master_bytes = elements * sizeof(float);
+    if (trainable) model.grads_bytes = elements * sizeof(float);
+    model.activations_bytes =
+        std::max(min_workspace, place_activations(model.a, nullptr, config, B * T, trainable, recompute));
+    return model;
+}
 
+template <typename Storage>
+Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
+                        size_t min_workspace, Stream* stream) {
+    Gpt<Storage> model = gpt_plan<Storage>(config, B, T, trainable, recompute, min_workspace);
+    // Zeroed, so that the gaps between tensors are zeros too.
+    const auto take = [&](auto*& arena, size_t bytes) {
+        if (bytes == 0) return;
+        arena = static_cast<std::remove_reference_t<decltype(arena)>>(device_malloc(bytes, stream));
+        device_memset_zero(arena, bytes, stream);
+    };
     try {
-        // Zeroed, so that the gaps between tensors are zeros too.
-        model.params_bytes = table_elements(model.table) * sizeof(Storage);
-        model.params = static_cast<Storage*>(device_malloc(model.params_bytes, stream));
-        device_memset_zero(model.params, model.params_bytes, stream);
-        model.p = tensors_of(model.params, model.table, config);
-        if (trainable && !std::is_same_v<Storage, float>) {
-            model.master_bytes = table_elements(model.table) * sizeof(float);
-            model.master = static_cast<float*>(device_malloc(model.master_bytes, stream));
-            device_memset_zero(model.master, model.master_bytes, stream);
-        }
-        if (trainable) {
-            model.grads_bytes = table_elements(model.table) * sizeof(float);
-            model.grads = static_cast<float*>(device_malloc(model.grads_bytes, stream));
-            device_memset_zero(model.grads, model.grads_bytes, stream);
-            model.g = tensors_of(model.grads, model.table, config);
-        }
-        const size_t needed = place_activations(model.a, nullptr, config, B * T, trainable);
-        model.activations_bytes = std::max(needed, min_workspace);
+        take(model.params, model.params_bytes);
+        take(model.master, model.master_bytes);
+        take(model.grads, model.grads_bytes);
         model.activations = static_cast<char*>(device_malloc(model.activations_bytes, stream));
-        place_activations(model.a, model.activations, config, B * T, trainable);
     } catch (...) {  // out of memory: hand back what was there
         gpt_destroy(model, stream);
         throw;
     }
+    model.p = tensors_of(model.params, model.table, config);
+    if (trainable) model.g = tensors_of(model.grads, model.table, config);
+    place_activations(model.a, model.activations, config, B * T, trainable, recompute);
     return model;
 }
 
@@ -396,14 +402,34 @@ const Storage* residual_into(const GptActivations<Storage>& a, size_t l) {
     return l == 0 ? a.embedded : a.layers[l - 1].residual_out;
 }
 
+// One layer from ln1, the output of its first LayerNorm, to fc_gelu. What is left is the MLP's second
+// product.
+template <typename Storage>
+void forward_from_ln1(const Gpt<Storage>& model, size_t l, size_t B, size_t T, Stream* stream) {
+    const size_t N = B * T, C = model.config.channels, NH = model.config.heads;
+    const GptLayer<Storage>& w = model.p.layers[l];
+    const GptActivations<Storage>& a = model.a;
+    const GptLayerActivations<Storage>& x = a.layers[l];
+
+    // Attention
+    linear_forward<Storage>(x.qkv, nullptr, x.ln1, w.qkv_weight, w.qkv_bias, N, C, 3 * C, stream);
+    attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, stream);
+    linear_forward<Storage>(a.branch, nullptr, x.attention, w.proj_weight, w.proj_bias, N, C, C, stream);
+
+    // MLP
+    residual_layernorm_forward(x.residual_mid, x.ln2, x.ln2_mean, x.ln2_rstd, residual_into(a, l), a.branch,
+                               w.ln2_weight, w.ln2_bias, N, C, stream);
+    linear_forward(x.fc_gelu, x.fc_pre_gelu, x.ln2, w.fc_weight, w.fc_bias, N, C, 4 * C, stream);
+}
+
 // From host tokens (B,T) to lnf, the final LayerNorm's output.
 template <typename Storage>
 void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream* stream) {
     if (B < 1 || T < 1 || B > model.B || T > model.T)
         fail("a batch of %zu x %zu tokens: the model has room for %zu x %zu", B, T, model.B, model.T);
-    const size_t N = B * T, C = model.config.channels, NH = model.config.heads;
+    const size_t N = B * T, C = model.config.channels;
     const GptTensors<Storage>& p = model.p;
-    GptActivations<Storage>& a = model.a;
+    const GptActivations<Storage>& a = model.a;
 
     upload_ids(a.tokens, tokens, N, model.config.vocab_size, stream);
     embedding_forward(a.embedded, a.tokens, p.wte, p.wpe, B, T, C, stream);
@@ -412,7 +438,7 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
         const GptLayer<Storage>& w = p.layers[l];
         const GptLayerActivations<Storage>& x = a.layers[l];
 
-        // Attention. The residual sum that ends the layer before is part of this layer's first LayerNorm.
+        // The residual sum that ends the layer before is part of this layer's first LayerNorm.
         if (l == 0) {
             layernorm_forward(x.ln1, x.ln1_mean, x.ln1_rstd, a.embedded, w.ln1_weight, w.ln1_bias, N, C,
                               stream);
@@ -422,14 +448,7 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
                                        previous.residual_mid, a.branch, w.ln1_weight, w.ln1_bias, N, C,
                                        stream);
         }
-        linear_forward<Storage>(x.qkv, nullptr, x.ln1, w.qkv_weight, w.qkv_bias, N, C, 3 * C, stream);
-        attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, stream);
-        linear_forward<Storage>(a.branch, nullptr, x.attention, w.proj_weight, w.proj_bias, N, C, C, stream);
-
-        // MLP
-        residual_layernorm_forward(x.residual_mid, x.ln2, x.ln2_mean, x.ln2_rstd, residual_into(a, l),
-                                   a.branch, w.ln2_weight, w.ln2_bias, N, C, stream);
-        linear_forward(x.fc_gelu, x.fc_pre_gelu, x.ln2, w.fc_weight, w.fc_bias, N, C, 4 * C, stream);
+        forward_from_ln1(model, l, B, T, stream);
         linear_forward<Storage>(a.branch, nullptr, x.fc_gelu, w.fcproj_weight, w.fcproj_bias, N, 4 * C, C,
                                 stream);
     }
@@ -471,6 +490,22 @@ double head_and_loss(Gpt<Storage>& model, const int* targets, size_t N, bool gra
 // ---------------------------------------------------------------------------------------------------
 // Backward: forward's ops in reverse
 
+// Computes again what the forward did not keep of a layer. The last layer's is still there.
+template <typename Storage>
+void restore_layer(const Gpt<Storage>& model, size_t l, size_t B, size_t T, Stream* stream) {
+    const size_t N = B * T, C = model.config.channels;
+    const GptLayer<Storage>& w = model.p.layers[l];
+    const GptLayerActivations<Storage>& x = model.a.layers[l];
+    if (model.recompute == Recompute::none || l == model.config.layers - 1) return;
+    if (model.recompute == Recompute::gelu) {
+        gelu_forward(x.fc_gelu, x.fc_pre_gelu, N * 4 * C, stream);
+    } else {
+        layernorm_forward(x.ln1, x.ln1_mean, x.ln1_rstd, residual_into(model.a, l), w.ln1_weight, w.ln1_bias,
+                          N, C, stream);
+        forward_from_ln1(model, l, B, T, stream);
+    }
+}
+
 // From dbranch, the gradient of lnf, to the gradients of all parameters. dresidual is the gradient of the
 // residual stream: a branch's output has it too, because a sum hands its gradient to both of its terms, and
 // a LayerNorm that read the stream adds its part to it.
@@ -489,6 +524,7 @@ void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
         const GptLayer<Storage>& w = p.layers[l];
         const GptLayer<float>& dw = g.layers[l];
         const GptLayerActivations<Storage>& x = a.layers[l];
+        restore_layer(model, l, B, T, stream);  // its use of branch is free: dbranch is not in use here
 
         // MLP
         linear_backward(a.dwide, dw.fcproj_weight, dw.fcproj_bias, a.dresidual, x.fc_gelu, w.fcproj_weight,
@@ -551,14 +587,15 @@ void gpt_logits(Gpt<Storage>& model, float* logits, const int* tokens, size_t B,
     }
 }
 
-#define INSTANTIATE(Storage)                                                                           \
-    template Gpt<Storage> gpt_create(const GptConfig&, size_t, size_t, bool, size_t, Stream*);         \
-    template void gpt_destroy(Gpt<Storage>&, Stream*);                                                 \
-    template void gpt_set_tensor(Gpt<Storage>&, const Parameter&, const float*, Stream*);              \
-    template void gpt_initialize(Gpt<Storage>&, uint64_t, Stream*);                                    \
-    template double gpt_forward_backward(Gpt<Storage>&, const int*, const int*, size_t, size_t, float, \
-                                         Stream*);                                                     \
-    template double gpt_loss(Gpt<Storage>&, const int*, const int*, size_t, size_t, Stream*);          \
+#define INSTANTIATE(Storage)                                                                              \
+    template Gpt<Storage> gpt_plan(const GptConfig&, size_t, size_t, bool, Recompute, size_t);            \
+    template Gpt<Storage> gpt_create(const GptConfig&, size_t, size_t, bool, Recompute, size_t, Stream*); \
+    template void gpt_destroy(Gpt<Storage>&, Stream*);                                                    \
+    template void gpt_set_tensor(Gpt<Storage>&, const Parameter&, const float*, Stream*);                 \
+    template void gpt_initialize(Gpt<Storage>&, uint64_t, Stream*);                                       \
+    template double gpt_forward_backward(Gpt<Storage>&, const int*, const int*, size_t, size_t, float,    \
+                                         Stream*);                                                        \
+    template double gpt_loss(Gpt<Storage>&, const int*, const int*, size_t, size_t, Stream*);             \
     template void gpt_logits(Gpt<Storage>&, float*, const int*, size_t, size_t, size_t, size_t, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)

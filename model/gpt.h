@@ -61,7 +61,14 @@ struct GptTensors {
     Element* head;                   // (Vp,C); wte where tied
 };
 
-// What one layer's forward keeps for its backward. N = B*T.
+// What a trained model keeps of each layer's forward for its backward; the rest is computed again, by the
+// same ops and so to the same bits. `none`: everything is kept. `gelu`: all but fc_gelu. `block`: the
+// residual stream alone, and a layer's forward runs again before its backward (Chen et al. 2016,
+// arXiv:1604.06174).
+enum class Recompute { none, gelu, block };
+
+// What one layer's forward leaves for its backward. N = B*T. What is not kept is the same memory in all
+// layers.
 template <typename Storage>
 struct GptLayerActivations {
     Storage* ln1;                    // (N,C)
@@ -96,7 +103,8 @@ template <typename Storage>
 struct Gpt {
     GptConfig config;
     ParameterTable table;
-    size_t B = 0, T = 0;        // the largest batch that the activations hold
+    size_t B = 0, T = 0;  // the largest batch that the activations hold
+    Recompute recompute = Recompute::none;
     Storage* params = nullptr;  // arenas
     float* master = nullptr;    // the parameters before rounding; null for float, and where not trained
     float* grads = nullptr;     // null in a model that is not trained
@@ -107,13 +115,19 @@ struct Gpt {
     GptActivations<Storage> a;
 };
 
-// Allocates a model for batches up to (B, T). The activation arena has at least min_workspace bytes, since
-// the optimizer works in it. With trainable = false there are no gradients, no master copy and only one
-// layer's activations. 16-bit parameters that are trained have an fp32 master copy: an update is often less
-// than half a unit in their last place, and would be lost (Micikevicius et al. 2017, arXiv:1710.03740).
+// A model for batches up to (B, T) without its memory: how many bytes each arena takes. The activation arena
+// has at least min_workspace bytes, since the optimizer works in it. With trainable = false there are no
+// gradients, no master copy and only one layer's activations, whatever recompute says. 16-bit parameters that
+// are trained have an fp32 master copy: an update is often less than half a unit in their last place, and
+// would be lost (Micikevicius et al. 2017, arXiv:1710.03740).
 template <typename Storage>
-Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, size_t min_workspace,
-                        Stream* stream);
+Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
+                      size_t min_workspace);
+
+// The planned model with its memory; parameters, master copy and gradients are zeros.
+template <typename Storage>
+Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
+                        size_t min_workspace, Stream* stream);
 template <typename Storage>
 void gpt_destroy(Gpt<Storage>& model, Stream* stream);
 

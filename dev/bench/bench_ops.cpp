@@ -171,6 +171,8 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
         [&] { linear_forward<Storage>(dqkv, nullptr, x, weight, bias, N, C, 3 * C, stream); });
     row("linear_forward fc, gelu", linear_forward_cost(N, C, 4 * C, true, s),
         [&] { linear_forward(wide, wide2, x, weight, bias, N, C, 4 * C, stream); });
+    row("gelu_forward", gelu_forward_cost(N * 4 * C, s),
+        [&] { gelu_forward(wide, wide2, N * 4 * C, stream); });
     row("linear_backward qkv", linear_backward_cost(N, C, 3 * C, false, s),
         [&] { linear_backward<Storage>(out, dweight, dbias, qkv, x, weight, nullptr, N, C, 3 * C, stream); });
     row("linear_backward proj, gelu", linear_backward_cost(N, 4 * C, C, true, s),

@@ -30,6 +30,7 @@ inline OpCost layernorm_backward_cost(size_t N, size_t C, size_t s) { return {4 
 inline OpCost linear_forward_cost(size_t N, size_t C, size_t OC, bool gelu, size_t s) {
     return {product(N, C, s) + product(OC, C, s) + product(N, OC, s) * (gelu ? 2 : 1), 2 * product(N, C, OC)};
 }
+inline OpCost gelu_forward_cost(size_t n, size_t s) { return {2 * product(n, s)}; }
 // dx = dout w and dw += dout^T x: two products; dw is read and written in fp32.
 inline OpCost linear_backward_cost(size_t N, size_t C, size_t OC, bool gelu, size_t s) {
     return {product(N, C, s) * (gelu ? 3 : 2) + product(N, OC, s) + product(OC, C, s) + 8 * product(OC, C),

@@ -141,7 +141,8 @@ struct Trained {
     Optimizer optimizer;
 
     explicit Trained(const GptConfig& config, OptimizerKind kind = OptimizerKind::muon) {
-        model = gpt_create<float>(config, 1, std::min<size_t>(config.seq_len, 64), false, 0, stream);
+        model = gpt_create<float>(config, 1, std::min<size_t>(config.seq_len, 64), false, Recompute::none, 0,
+                                  stream);
         OptimizerConfig settings;
         settings.kind = kind;
         optimizer = optimizer_create(settings, model.table, stream);

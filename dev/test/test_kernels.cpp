@@ -542,6 +542,32 @@ std::pair<Vector, Vector> gelu_and_gradient(const std::vector<Storage>& x, size_
     return {out.values(), dx.values()};
 }
 
+// GELU by itself gives the bits that it gives as part of a linear layer: in vectors, in tails, and with
+// buffers that are not aligned to vectors.
+TYPED_TEST(Kernels, GeluForwardIsTheLinearLayers) {
+    using Storage = TypeParam;
+    const auto one = rounded<Storage>({1.0});
+    for (const auto& [n, offset] : Shapes<2>{{1, 0}, {7, 0}, {64, 0}, {1001, 1}, {40000, 0}}) {
+        SCOPED_TRACE(testing::Message() << "n " << n << " offset " << offset);
+        const auto x = normal<Storage>(n + offset, 1, 3);
+        const Outputs outputs = run_op([&](Stream* stream) {
+            Buffer<Storage> out(unwritten<Storage>(n + offset), stream), x_(x, stream);
+            gelu_forward<Storage>(out + offset, x_ + offset, n, stream);
+            Vector values = out.values();
+            values.erase(values.begin(), values.begin() + offset);
+            return Outputs{values};
+        });
+        const std::vector<Storage> entries(x.begin() + offset, x.end());
+        expect_close<Storage>("out", outputs[0], reference::map(reference::gelu, doubles(entries)), 1);
+        const StreamPointer stream = open_stream();
+        Buffer<Storage> out(unwritten<Storage>(n), stream.get()),
+            pre_gelu(unwritten<Storage>(n), stream.get());
+        linear_forward<Storage>(out, pre_gelu, Buffer(entries, stream.get()), Buffer(one, stream.get()),
+                                nullptr, n, 1, 1, stream.get());
+        expect_same_bits({out.values()}, outputs, "as part of a linear layer");
+    }
+}
+
 TYPED_TEST(Kernels, GeluAtPublishedValues) {
     using Storage = TypeParam;
     const Vector x = {-100, -10, -3, -1, 0, 1, 3, 10, 100};

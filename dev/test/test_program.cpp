@@ -17,6 +17,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -294,6 +295,88 @@ TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
         expect_resume_equals_straight_run(optimizer, "fp32", {"1", "7", "8", "9", "13", "19"});
         expect_resume_equals_straight_run(optimizer, "bf16", {"8"});
         expect_resume_equals_straight_run(optimizer, "fp16", {"13"});
+    }
+}
+
+// What backward computes again changes no bit, and need not stay the same over a resume.
+TEST(Program, ResumeWithAnotherRecomputeEqualsTheStraightRunBitForBit) {
+    for (const char* optimizer : {"adamw", "muon"}) {
+        for (const char* dtype : {"fp32", "bf16", "fp16"}) {
+            SCOPED_TRACE(std::string(optimizer) + " " + dtype);
+            Folder folder;
+            const Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
+            ASSERT_EQ(run(folder, tiny(folder, "straight", kind)).status, 0);
+            const auto with = [&](const Arguments& more) {
+                Arguments all = kind;
+                all.insert(all.end(), more.begin(), more.end());
+                return tiny_with(folder, "resumed", all);
+            };
+            ASSERT_EQ(
+                run(folder, with({"--recompute", "block", "--checkpoint-every", "8", "--keep", "0"})).status,
+                0);
+            keep_checkpoint(folder / "resumed", 8);
+            const Result resumed =
+                run(folder, {"--out", folder / "resumed", "--resume", "--recompute", "gelu"});
+            ASSERT_EQ(resumed.status, 0) << resumed.err;
+            EXPECT_NE(resumed.out.find("--recompute: \"block\" -> \"gelu\""), std::string::npos);
+            EXPECT_EQ(training_lines(folder / "resumed"), training_lines(folder / "straight"));
+            for (const char* file :
+                 {"/step_00000020/model.safetensors", "/step_00000020/optimizer_000.safetensors"})
+                EXPECT_EQ(read_file(folder / "resumed" + file), read_file(folder / "straight" + file));
+        }
+    }
+    Folder folder;
+    expect_rejected(folder, tiny(folder, "run", {"--recompute", "all"}), {"--recompute", "all"});
+}
+
+// The rows of the memory table, by their names.
+std::map<std::string, uint64_t> memory_table(const std::string& out) {
+    std::map<std::string, uint64_t> rows;
+    std::istringstream text(out.substr(out.find("| memory ")));
+    std::string line;
+    std::getline(text, line);
+    while (std::getline(text, line) && !line.starts_with("step")) {
+        if (!line.starts_with("| ")) continue;
+        const size_t bar = line.find('|', 2);
+        std::string bytes = line.substr(bar + 1, line.find('|', bar + 1) - bar - 1);
+        std::erase_if(bytes, [](char c) { return c == ',' || c == ' '; });
+        rows[line.substr(2, line.find_last_not_of(' ', bar - 1) - 1)] = std::stoull(bytes);
+    }
+    return rows;
+}
+
+// The last row, which is the device's own count, is the sum of the others, and at the end, after validation,
+// samples and checkpoints, no more has ever been taken.
+TEST(Program, TheMemoryTableIsComplete) {
+    for (const char* optimizer : {"adamw", "muon"}) {
+        for (const char* dtype : {"fp32", "bf16", "fp16"}) {
+            std::set<uint64_t> activations;
+            for (const char* recompute : {"none", "gelu", "block"}) {
+                SCOPED_TRACE(std::string(optimizer) + " " + dtype + " " + recompute);
+                Folder folder;
+                const Result result =
+                    run(folder, tiny_with(folder, "run",
+                                          {"--optimizer", optimizer, "--dtype", dtype, "--recompute",
+                                           recompute, "--steps", "3", "--warmup", "1", "--layers", "3"}));
+                ASSERT_EQ(result.status, 0) << result.err;
+                std::map<std::string, uint64_t> rows = memory_table(result.out);
+                const uint64_t all = rows.at("all");
+                uint64_t sum = 0;
+                for (const auto& [name, bytes] : rows) {
+                    if (name != "all") sum += bytes;
+                    if (name.starts_with("activations")) activations.insert(bytes);
+                }
+                EXPECT_EQ(rows.size(), 9u);
+                EXPECT_EQ(sum, all);
+                EXPECT_EQ(rows.at("Muon's state") > 0, std::string(optimizer) == "muon");
+                const std::vector<json> lines = log_lines(folder / "run");
+                EXPECT_EQ(rows.at("Muon's state") + rows.at("AdamW's state"),
+                          lines.front()["optimizer_state_bytes"]);
+                EXPECT_EQ(lines.back()["type"], "done");
+                EXPECT_EQ(lines.back()["peak_bytes"], all);
+            }
+            EXPECT_EQ(activations.size(), 3u);
+        }
     }
 }
 

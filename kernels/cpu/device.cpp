@@ -95,6 +95,12 @@ int device_threads(const Stream* stream) { return stream->threads; }
 size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }
 size_t device_peak_bytes(const Stream* stream) { return stream->peak; }
 
+size_t device_scratch_bytes(const Stream* stream) {
+    size_t bytes = stream->shared.bytes;
+    for (const Scratch& scratch : stream->per_thread) bytes += scratch.bytes;
+    return bytes;
+}
+
 void* device_malloc(size_t bytes, Stream* stream) {
     void* memory = allocate(bytes);
     if (memory != nullptr) stream->allocations[memory] = bytes;

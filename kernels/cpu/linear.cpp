@@ -67,6 +67,15 @@ void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Sto
 }
 
 template <typename Storage>
+void gelu_forward(Storage* out, const Storage* x, size_t n, Stream* stream) {
+    check_sizes("gelu_forward", {n});
+    for_chunks(stream, n, parallel_grain, [=](size_t begin, size_t end) {
+#pragma omp simd
+        for (size_t i = begin; i < end; i++) out[i] = from_float<Storage>(gelu(to_float(x[i])));
+    });
+}
+
+template <typename Storage>
 void linear_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x,
                      const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC,
                      Stream* stream) {
@@ -117,6 +126,7 @@ void logits_forward(float* logits, const Storage* x, const Storage* weight, size
 #define INSTANTIATE(Storage)                                                                                 \
     template void linear_forward(Storage*, Storage*, const Storage*, const Storage*, const Storage*, size_t, \
                                  size_t, size_t, Stream*);                                                   \
+    template void gelu_forward(Storage*, const Storage*, size_t, Stream*);                                   \
     template void linear_backward(Storage*, float*, float*, const Storage*, const Storage*, const Storage*,  \
                                   const Storage*, size_t, size_t, size_t, Stream*);                          \
     template void logits_forward(float*, const Storage*, const Storage*, size_t, size_t, size_t, Stream*);

@@ -126,6 +126,7 @@ int device_threads(const Stream*) { return 1; }
 
 size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }
 size_t device_peak_bytes(const Stream* stream) { return stream->peak; }
+size_t device_scratch_bytes(const Stream* stream) { return stream->scratch_bytes; }
 
 void* device_malloc(size_t bytes, Stream* stream) {
     void* memory = allocate(bytes, stream);

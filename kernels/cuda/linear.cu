@@ -7,7 +7,7 @@
 // GELU, against 2*C FLOPs of the product. In return it works at every size and alignment, and GELU is the
 // same function in both directions. With stream->fused_epilogues, cuBLASLt does these on the product's way to
 // memory, at the sizes it can; which is faster depends on shape and GPU, as its kernels with epilogues are
-// not always its fast ones.
+// not always its fast ones. Its GELU is not ours to the bit, so then gelu_forward does not repeat it exactly.
 //
 // The bias's gradient is always ours: cuBLASLt would overwrite instead of add, in the type of its output.
 // An element's sum goes over rows in an order that depends on the sizes alone.
@@ -92,12 +92,6 @@ __global__ void __launch_bounds__(elementwise_threads)
         for (unsigned j = 0; j < size; j++) values.element[j] = gelu(values.element[j]);
         store_pack<true>(out + i, values);
     });
-}
-
-template <typename Storage>
-void gelu_forward(Storage* out, const Storage* x, size_t n, Stream* stream) {
-    launch(gelu_forward_kernel<Storage>, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream,
-           out, x, n, aligned_to_16(out, x));
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -219,6 +213,13 @@ void linear_forward(Storage* out, Storage* pre_gelu, const Storage* x, const Sto
 }
 
 template <typename Storage>
+void gelu_forward(Storage* out, const Storage* x, size_t n, Stream* stream) {
+    check_sizes("gelu_forward", {n});
+    launch(gelu_forward_kernel<Storage>, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream,
+           out, x, n, aligned_to_16(out, x));
+}
+
+template <typename Storage>
 void linear_backward(Storage* dx, float* dweight, float* dbias, const Storage* dout, const Storage* x,
                      const Storage* weight, const Storage* pre_gelu, size_t N, size_t C, size_t OC,
                      Stream* stream) {
@@ -252,6 +253,7 @@ void logits_forward(float* logits, const Storage* x, const Storage* weight, size
 #define INSTANTIATE(Storage)                                                                                 \
     template void linear_forward(Storage*, Storage*, const Storage*, const Storage*, const Storage*, size_t, \
                                  size_t, size_t, Stream*);                                                   \
+    template void gelu_forward(Storage*, const Storage*, size_t, Stream*);                                   \
     template void linear_backward(Storage*, float*, float*, const Storage*, const Storage*, const Storage*,  \
                                   const Storage*, size_t, size_t, size_t, Stream*);                          \
     template void logits_forward(float*, const Storage*, const Storage*, size_t, size_t, size_t, Stream*);
