@@ -291,6 +291,13 @@ void check_residual_layernorm(size_t N, size_t C) {
     const StreamPointer stream = open_stream(2);
     expect_same_bits(run(stream.get(), Sum::in_a), outputs, "sum in a");
     expect_same_bits(run(stream.get(), Sum::in_b), outputs, "sum in b");
+    Buffer<Storage> out(unwritten<Storage>(N * C), stream.get());
+    Buffer<float> mean(unwritten<float>(N), stream.get()), rstd(unwritten<float>(N), stream.get());
+    Buffer<Storage> stored_sum(rounded<Storage>(outputs[0]), stream.get());
+    layernorm_forward<Storage>(out, mean, rstd, stored_sum, Buffer(weight, stream.get()),
+                               Buffer(bias, stream.get()), N, C, stream.get());
+    expect_same_bits({out.values(), mean.values(), rstd.values()}, {outputs[1], outputs[2], outputs[3]},
+                     "LayerNorm of the stored sum");
 }
 
 TYPED_TEST(Kernels, ResidualLayerNormForward) {
