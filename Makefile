@@ -40,7 +40,8 @@ ifeq ($(BACKEND),cuda)
     known := $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//')
     architectures := $(if $(filter all,$(ARCHS)),$(filter $(known),80 86 89 90 100 120),$(or $(ARCHS),$(subst .,,$(GPU)),90))
     newest := $(lastword $(architectures))
-    NVCC_FLAGS := -std=c++20 -O3 -lineinfo -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall$(,)-Wextra \
+    # Relaxed constexpr: constexpr functions of the host, as those of kernels/random.h, are the device's too.
+    NVCC_FLAGS := -std=c++20 -O3 -lineinfo --expt-relaxed-constexpr -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall$(,)-Wextra \
                   $(foreach a,$(architectures),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     FLAGS += -isystem $(CUDA_HOME)/include

@@ -226,9 +226,10 @@ std::string short_number(double x) {
     return text;
 }
 
-std::string precision_text(const LossScaler& scaler, Dtype dtype) {
-    if (dtype == Dtype::fp32) return "fp32";
-    const std::string text = std::string(dtype_name(dtype)) + ", fp32 master weights and gradients";
+std::string precision_text(const LossScaler& scaler, Dtype dtype, Dtype state_dtype) {
+    const std::string state = std::string(", ") + dtype_name(state_dtype) + " optimizer state";
+    if (dtype == Dtype::fp32) return "fp32" + state;
+    const std::string text = std::string(dtype_name(dtype)) + ", fp32 master weights and gradients" + state;
     if (dtype == Dtype::bf16) return text;
     return text + ", loss scale " + short_number(scaler.scale) +
            (scaler.dynamic ? " at the start" : ", fixed");
@@ -261,7 +262,7 @@ std::string configuration_table(const Run<Storage>& run) {
         {"learning rate", short_number(o.schedule.lr) + ", warm-up " + counted(o.schedule.warmup, "steps, ") +
                               schedule + " to " + short_number(final_lr)},
         {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
-        {"precision", precision_text(run.scaler, dtype_of<Storage>())},
+        {"precision", precision_text(run.scaler, dtype_of<Storage>(), o.optimizer.state_dtype)},
         {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out},
     });
 }
@@ -281,7 +282,8 @@ std::string ownership_table(const Run<Storage>& run) {
         // Rows that only pad a table are no parameters, but have state.
         const size_t rows_used = std::min(slot.block.rows, p.used_rows - slot.block.first_row);
         const size_t parameters = rows_used * p.cols;
-        const size_t state = slot.size() * sizeof(float) * (slot.second != nullptr ? 2 : 1);
+        const size_t state =
+            slot.size() * dtype_size(run.optimizer.config.state_dtype) * (slot.second != nullptr ? 2 : 1);
         if (same == rows.end()) {
             rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
                             std::to_string(rows_used) + " x " + std::to_string(p.cols),

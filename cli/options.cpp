@@ -49,13 +49,15 @@ void add_number(CLI::App& app, const std::string& name, Number& target, const st
 
 // Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
 // data are, and how they are cut, is compared by the loader's fingerprint.
-const std::set<std::string> fixed_on_resume = {"model",      "layers", "heads",     "channels", "vocab-size",
-                                               "untie-head", "seed",   "optimizer", "dtype"};
+const std::set<std::string> fixed_on_resume = {"model",      "layers",     "heads", "channels",
+                                               "vocab-size", "untie-head", "seed",  "optimizer",
+                                               "dtype",      "state-dtype"};
 
 const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind::adamw},
                                                          {"muon", OptimizerKind::muon}};
 const std::map<std::string, Dtype> dtypes = {
     {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
+const std::map<std::string, Dtype> state_dtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
 const std::map<std::string, Recompute> recomputes = {
     {"none", Recompute::none}, {"gelu", Recompute::gelu}, {"block", Recompute::block}};
 const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
@@ -191,13 +193,16 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     group = "Precision";
     add_choice(*app, "--dtype", o.dtype, dtypes,
                "storage of weights and activations; 16-bit weights have an fp32 master copy", group);
+    add_choice(*app, "--state-dtype", o.optimizer.state_dtype, state_dtypes,
+               "storage of the optimizers' momentum and moments; bf16 is rounded stochastically", group);
     add_number(*app, "--loss-scale", o.loss_scale, 0, 0x1p24,
                "fp16: a fixed power of two; 0: adapted to the gradients, from 65536 (PyTorch)", group);
     add_choice(*app, "--recompute", o.recompute, recomputes,
                "what backward computes again to save memory, to the same bits", group);
 
     group = "Run";
-    add_number(*app, "--seed", o.seed, 0, largest, "of initialisation, data order and samples", group);
+    add_number(*app, "--seed", o.seed, 0, largest,
+               "of initialisation, data order, samples and the rounding of bf16 state", group);
     add_threads(*app, o.threads, group);
     add_number(*app, "--val-every", o.val_every, 0, largest,
                "steps between validations (llm.c); 0: only at the end", group);
@@ -314,6 +319,7 @@ TrainCommand parse_train(const std::vector<std::string>& arguments) {
         command.values[option->get_single_name()] = value_of(option);
         if (option->count() > 0) command.given.insert(option->get_single_name());
     }
+    command.options.optimizer.seed = command.options.seed;
     optimizer_check(command.options.optimizer);
     sample_check(command.options.sample);
     return command;

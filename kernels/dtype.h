@@ -88,3 +88,26 @@ inline fp16_t from_float<fp16_t>(float x) {
     const uint32_t unbounded = magnitude > 0x7f800000u ? nan : 0x7c00u;
     return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? unbounded : finite))};  // from 65520 on
 }
+
+// Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551): x becomes one of its two neighbours in State,
+// the nearer one the more often, so that the mean over many draws is x. `random` holds 16 uniform bits: they
+// are added below bf16's last place, and what then stands there is cut off. What bf16 holds exactly stays as
+// it is, infinity too; a finite x stays finite; a NaN stays a (quiet) NaN. To float nothing is rounded.
+template <typename State>
+constexpr State from_float_stochastic(float x, uint32_t random);
+
+template <>
+constexpr float from_float_stochastic<float>(float x, uint32_t) {
+    return x;
+}
+
+template <>
+constexpr bf16_t from_float_stochastic<bf16_t>(float x, uint32_t random) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t sum = magnitude + random;
+    const uint32_t finite = sum < 0x7f800000u ? sum : 0x7f7fffffu;
+    const uint32_t nan_or_infinity = magnitude > 0x7f800000u ? magnitude | 0x400000u : magnitude;
+    const uint32_t rounded = magnitude < 0x7f800000u ? finite : nan_or_infinity;
+    return {static_cast<uint16_t>(((bits & 0x80000000u) | rounded) >> 16)};
+}

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels/device.h"
 #include "kernels/dtype.h"
@@ -117,6 +118,20 @@ void sum(double* out, const float* x, size_t n, Stream* stream);
 void sum_of_squares(double* out, const float* x, size_t rows, size_t cols, Stream* stream);
 
 // ---------------------------------------------------------------------------------------------------
+// Averages that optimizers keep, in `State`: float, or bf16_t rounded stochastically (kernels/dtype.h). To
+// nearest, a change of less than half of bf16's last place would be lost at every step. What else an op
+// computes from a new average takes it before it is rounded.
+
+// The random bits of a call. Its entry i is entry e = first + i of all parameters, and rounds its averages
+// with random_bits(seed, RandomStream::rounding, step, e / 4)[e % 4] (kernels/random.h): the first average
+// with the word's lower half, the second with its upper half. Ignored where State is float.
+struct StateRounding {
+    uint64_t seed;
+    uint32_t step;  // of the optimizer
+    size_t first;
+};
+
+// ---------------------------------------------------------------------------------------------------
 // AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101; PyTorch's semantics)
 
 struct AdamWStep {
@@ -128,17 +143,18 @@ struct AdamWStep {
 // g = grad*grad_scale; m = beta1 m + (1-beta1) g; v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr (m/bias_correction1) / (sqrt(v/bias_correction2) + eps).
 // p is master where given (then param = p rounded), else param, which must be float. All (n).
-template <typename Storage>
-void adamw_update(Storage* param, float* master, float* m, float* v, const float* grad, size_t n,
-                  const AdamWStep& step, Stream* stream);
+template <typename Storage, typename State>
+void adamw_update(Storage* param, float* master, State* m, State* v, const float* grad, size_t n,
+                  const AdamWStep& step, const StateRounding& rounding, Stream* stream);
 
 // ---------------------------------------------------------------------------------------------------
 // Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, orthogonalisation, update
 
 // g = grad*grad_scale; momentum = mu*momentum + (1-mu)*g;
 // direction = nesterov ? (1-mu)*g + mu*momentum : momentum. All (n).
-void muon_momentum(float* direction, float* momentum, const float* grad, size_t n, float mu, bool nesterov,
-                   float grad_scale, Stream* stream);
+template <typename State>
+void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
+                   float grad_scale, const StateRounding& rounding, Stream* stream);
 
 // For each of `batch` contiguous matrices of n entries: x = direction / (safety * Frobenius norm), the norm
 // scaled so that 1e-30 and 1e30 are ordinary. A zero or non-finite norm gives x = 0, and degenerate(i) = 1

@@ -1,6 +1,6 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
 // as 1, 2, 3", SC 2011). A number is a pure function of (seed, stream, index): there is no state to save,
-// and the same number comes out on every rank, thread and restart.
+// and the same number comes out on every rank, thread and restart. What is constexpr here is for kernels too.
 #pragma once
 
 #include <array>
@@ -8,10 +8,10 @@
 #include <cstdint>
 
 // The streams that draw numbers; each has its own sequence for the same seed.
-enum class RandomStream : uint32_t { initialization = 1, shuffle = 2, sampling = 3 };
+enum class RandomStream : uint32_t { initialization = 1, shuffle = 2, sampling = 3, rounding = 4 };
 
 // Ten rounds of Philox on a 128-bit counter with a 64-bit key.
-inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+constexpr std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
     for (int round = 0; round < 10; round++) {
         const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];
         const uint64_t product1 = uint64_t{0xCD9E8D57} * counter[2];
@@ -25,8 +25,8 @@ inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::arra
 }
 
 // 128 random bits for (seed, stream, substream, index); substream is a tensor's number, an epoch, ...
-inline std::array<uint32_t, 4> random_bits(uint64_t seed, RandomStream stream, uint32_t substream,
-                                           uint64_t index) {
+constexpr std::array<uint32_t, 4> random_bits(uint64_t seed, RandomStream stream, uint32_t substream,
+                                              uint64_t index) {
     return philox({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), substream,
                    static_cast<uint32_t>(stream)},
                   {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});

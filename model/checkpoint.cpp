@@ -155,7 +155,8 @@ void write_state(const std::string& folder, uint64_t step, const Optimizer& opti
 struct StateVector {
     std::string name;
     std::vector<size_t> shape;  // (rows, cols) of the block, as the optimizer has it: (out, in)
-    float* data;                // on the device
+    Dtype dtype;
+    void* data;  // on the device
     size_t bytes;
 };
 
@@ -166,10 +167,13 @@ std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master
         const std::string block = slot.parameter->name + "[" + std::to_string(slot.block.first_row) + ":" +
                                   std::to_string(slot.block.first_row + slot.block.rows) + "]";
         const std::vector<size_t> shape = {slot.block.rows, slot.parameter->cols};
-        const size_t bytes = slot.size() * sizeof(float);
-        vectors.push_back({block + (slot.muon ? ".momentum" : ".m"), shape, slot.first, bytes});
-        if (slot.second != nullptr) vectors.push_back({block + ".v", shape, slot.second, bytes});
-        if (master != nullptr) vectors.push_back({block + ".master", shape, master + slot.offset(), bytes});
+        const auto add = [&](const char* what, Dtype dtype, void* data) {
+            if (data != nullptr)
+                vectors.push_back({block + what, shape, dtype, data, slot.size() * dtype_size(dtype)});
+        };
+        add(slot.muon ? ".momentum" : ".m", optimizer.config.state_dtype, slot.first);
+        add(".v", optimizer.config.state_dtype, slot.second);
+        add(".master", Dtype::fp32, master == nullptr ? nullptr : master + slot.offset());
     }
     return vectors;
 }
@@ -178,7 +182,8 @@ void write_optimizer(const std::string& path, const Optimizer& optimizer, float*
     const std::vector<StateVector> vectors = state_vectors(optimizer, master);
     std::vector<std::pair<std::string, SafeTensor>> tensors;
     for (const StateVector& vector : vectors) {
-        tensors.emplace_back(vector.name, SafeTensor{"F32", vector.shape, nullptr, vector.bytes});
+        tensors.emplace_back(
+            vector.name, SafeTensor{safetensors_dtype(vector.dtype), vector.shape, nullptr, vector.bytes});
     }
     std::vector<char> host;
     const auto fetch = [&](size_t i) -> const void* {
@@ -200,7 +205,10 @@ void read_optimizer(const std::string& path, Optimizer& optimizer, float* master
     }
     for (const StateVector& vector : vectors) {
         const SafeTensor& tensor = safetensors_get(file, vector.name, vector.shape);
-        if (tensor.dtype != "F32") fail("%s: tensor \"%s\" is not F32", path.c_str(), vector.name.c_str());
+        if (const std::string expected = safetensors_dtype(vector.dtype); tensor.dtype != expected) {
+            fail("%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype?", path.c_str(),
+                 vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
+        }
         copy_to_device(vector.data, tensor.data, vector.bytes, stream);
     }
 }

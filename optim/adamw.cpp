@@ -5,7 +5,7 @@
 
 #include "kernels/kernels.h"
 
-template <typename Storage>
+template <typename State, typename Storage>
 void adamw_step(const Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                 float grad_scale, Stream* stream) {
     const OptimizerConfig& config = optimizer.config;
@@ -24,11 +24,16 @@ void adamw_step(const Optimizer& optimizer, Storage* params, float* master, cons
         if (slot.muon) continue;
         step.weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
         const size_t offset = slot.offset();
-        adamw_update(params + offset, master == nullptr ? nullptr : master + offset, slot.first, slot.second,
-                     grads + offset, slot.size(), step, stream);
+        adamw_update(params + offset, master == nullptr ? nullptr : master + offset,
+                     static_cast<State*>(slot.first), static_cast<State*>(slot.second), grads + offset,
+                     slot.size(), step, optimizer_rounding(optimizer, slot), stream);
     }
 }
 
-template void adamw_step(const Optimizer&, float*, float*, const float*, float, float, Stream*);
-template void adamw_step(const Optimizer&, bf16_t*, float*, const float*, float, float, Stream*);
-template void adamw_step(const Optimizer&, fp16_t*, float*, const float*, float, float, Stream*);
+#define INSTANTIATE(Storage)                                                                        \
+    template void adamw_step<float>(const Optimizer&, Storage*, float*, const float*, float, float, \
+                                    Stream*);                                                       \
+    template void adamw_step<bf16_t>(const Optimizer&, Storage*, float*, const float*, float, float, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)

@@ -3,8 +3,8 @@
 
 #include "optim/optimizer.h"
 
-// Updates the AdamW slots with kernels.h's adamw_update, for step t = optimizer.steps. Arguments as in
-// optimizer_step.
-template <typename Storage>
+// Updates the AdamW slots with kernels.h's adamw_update, for step t = optimizer.steps. State is the config's
+// state_dtype; arguments as in optimizer_step.
+template <typename State, typename Storage>
 void adamw_step(const Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                 float grad_scale, Stream* stream);

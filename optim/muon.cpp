@@ -29,7 +29,7 @@ size_t muon_workspace(size_t count, size_t rows, size_t cols) {
     return count * rows * cols + newton_schulz_workspace(count, rows, cols);
 }
 
-template <typename Storage>
+template <typename State, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
     const OptimizerConfig& config = optimizer.config;
@@ -44,8 +44,9 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
             float* directions = workspace;
             for (size_t i = 0; i < count; i++) {
                 const OptimizerSlot& slot = optimizer.slots[batch[first + i]];
-                muon_momentum(directions + i * size, slot.first, grads + slot.offset(), size,
-                              config.muon_momentum, config.muon_nesterov, grad_scale, stream);
+                muon_momentum(directions + i * size, static_cast<State*>(slot.first), grads + slot.offset(),
+                              size, config.muon_momentum, config.muon_nesterov, grad_scale,
+                              optimizer_rounding(optimizer, slot), stream);
             }
             // No safety margin in the norm: both coefficient sets tolerate a little more than 1.
             muon_normalize(directions, degenerate, directions, count, size, 1.0f, stream);
@@ -67,6 +68,11 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
     optimizer.degenerate_updates += std::accumulate(flags.begin(), flags.end(), uint64_t{0});
 }
 
-template void muon_step(Optimizer&, float*, float*, const float*, float, float, float*, size_t, Stream*);
-template void muon_step(Optimizer&, bf16_t*, float*, const float*, float, float, float*, size_t, Stream*);
-template void muon_step(Optimizer&, fp16_t*, float*, const float*, float, float, float*, size_t, Stream*);
+#define INSTANTIATE(Storage)                                                                                 \
+    template void muon_step<float>(Optimizer&, Storage*, float*, const float*, float, float, float*, size_t, \
+                                   Stream*);                                                                 \
+    template void muon_step<bf16_t>(Optimizer&, Storage*, float*, const float*, float, float, float*,        \
+                                    size_t, Stream*);
+INSTANTIATE(float)
+INSTANTIATE(bf16_t)
+INSTANTIATE(fp16_t)

@@ -13,8 +13,8 @@ float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
 // Floats of workspace for orthogonalising `count` blocks of (rows, cols) together.
 size_t muon_workspace(size_t count, size_t rows, size_t cols);
 
-// Updates the Muon slots and counts the degenerate ones. Arguments as in optimizer_step, which has checked
-// that one matrix of each shape fits the workspace.
-template <typename Storage>
+// Updates the Muon slots and counts the degenerate ones. State is the config's state_dtype; arguments as in
+// optimizer_step, which has checked that one matrix of each shape fits the workspace.
+template <typename State, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream);

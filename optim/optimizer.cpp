@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/dtype.h"
 #include "kernels/error.h"
 #include "optim/adamw.h"
 #include "optim/muon.h"
@@ -55,6 +54,8 @@ void optimizer_check(const OptimizerConfig& config) {
     require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
     require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
     require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
+    if (config.state_dtype != Dtype::fp32 && config.state_dtype != Dtype::bf16)
+        fail("--state-dtype %s: must be fp32 or bf16", dtype_name(config.state_dtype));
 }
 
 Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table) {
@@ -78,16 +79,17 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
 Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream) {
     Optimizer optimizer = optimizer_plan(config, table);
     const size_t bytes = optimizer_state_bytes(optimizer);
-    optimizer.state = static_cast<float*>(device_malloc(bytes, stream));
+    optimizer.state = device_malloc(bytes, stream);
     device_memset_zero(optimizer.state, bytes, stream);
     optimizer.degenerate = static_cast<int*>(device_malloc(optimizer.slots.size() * sizeof(int), stream));
-    float* next = optimizer.state;
+    char* next = static_cast<char*>(optimizer.state);
     for (OptimizerSlot& slot : optimizer.slots) {
+        const size_t vector_bytes = aligned_elements(slot.size()) * dtype_size(config.state_dtype);
         slot.first = next;
-        next += aligned_elements(slot.size());
+        next += vector_bytes;
         if (slot.muon) continue;
         slot.second = next;
-        next += aligned_elements(slot.size());
+        next += vector_bytes;
     }
     return optimizer;
 }
@@ -98,7 +100,13 @@ void optimizer_destroy(Optimizer& optimizer, Stream* stream) {
     optimizer = {};
 }
 
-size_t optimizer_state_bytes(const Optimizer& optimizer) { return optimizer.state_elements * sizeof(float); }
+StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot& slot) {
+    return {optimizer.config.seed, static_cast<uint32_t>(optimizer.steps), slot.offset()};
+}
+
+size_t optimizer_state_bytes(const Optimizer& optimizer) {
+    return optimizer.state_elements * dtype_size(optimizer.config.state_dtype);
+}
 
 size_t optimizer_minimum_workspace(const Optimizer& optimizer) {
     size_t floats = 0;
@@ -118,8 +126,16 @@ void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const 
              workspace_floats, needed);
     }
     optimizer.steps++;
-    adamw_step(optimizer, params, master, grads, lr, grad_scale, stream);
-    muon_step(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats, stream);
+    const auto update = [&]<typename State>(State) {
+        adamw_step<State>(optimizer, params, master, grads, lr, grad_scale, stream);
+        muon_step<State>(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats,
+                         stream);
+    };
+    if (optimizer.config.state_dtype == Dtype::bf16) {
+        update(bf16_t{});
+    } else {
+        update(float{});
+    }
 }
 
 template void optimizer_step(Optimizer&, float*, float*, const float*, float, float, float*, size_t, Stream*);

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "kernels/dtype.h"
+#include "kernels/kernels.h"
 #include "optim/newton_schulz.h"
 #include "optim/parameter_table.h"
 
@@ -31,15 +33,18 @@ struct OptimizerConfig {
     std::string muon_ns = "polar-express";
     int muon_ns_steps = 5;
     MuonScale muon_scale = MuonScale::match_rms;
+    Dtype state_dtype = Dtype::fp32;  // of momentum and moments: fp32 or bf16
+    uint64_t seed = 0;                // of the stochastic rounding of bf16 state
 };
 
-// One block of one tensor with its optimizer state: vectors of size() floats, 256-byte aligned.
+// One block of one tensor with its optimizer state: vectors of size() numbers of the config's state_dtype,
+// each at a multiple of 64 numbers in the arena.
 struct OptimizerSlot {
     const Parameter* parameter;
     Block block;
     bool muon;
-    float* first;   // Muon: momentum; AdamW: m
-    float* second;  // AdamW: v; null for Muon
+    void* first;   // Muon: momentum; AdamW: m
+    void* second;  // AdamW: v; null for Muon
 
     size_t size() const { return block.rows * parameter->cols; }
     size_t offset() const { return parameter->offset + block.first_row * parameter->cols; }
@@ -50,14 +55,15 @@ struct Optimizer {
     std::vector<NewtonSchulzStep> newton_schulz;
     std::vector<OptimizerSlot> slots;               // in table order
     std::vector<std::vector<size_t>> muon_batches;  // Muon's slots, those of equal shape together
-    float* state = nullptr;                         // one arena
+    void* state = nullptr;                          // one arena
     size_t state_elements = 0;
     int* degenerate = nullptr;        // one flag a slot; the first are those of muon_batches, in order
     uint64_t steps = 0;               // optimizer steps taken: t of AdamW's bias correction
     uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
 };
 
-// Fails, naming the option, on a decay, average or epsilon out of range.
+// Fails, naming the option, on a decay, average or epsilon out of range, and on state that is neither fp32
+// nor bf16.
 void optimizer_check(const OptimizerConfig& config);
 
 // The optimizer without its memory: which slot is whose, and how much state and workspace it takes. `table`
@@ -68,6 +74,10 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
 // The planned optimizer with its state, zeroed.
 Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream);
 void optimizer_destroy(Optimizer& optimizer, Stream* stream);
+
+// The random bits of a slot's rounding in the current step. They follow a number's place in the parameters'
+// arena, and so neither the order of the updates nor who makes them.
+StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot& slot);
 
 // Bytes of optimizer state in the arena.
 size_t optimizer_state_bytes(const Optimizer& optimizer);

@@ -204,9 +204,9 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
     float* const masters = s == 4 ? nullptr : master;
     row("sum_of_squares", sum_cost(n), [&] { sum_of_squares(total, dweight, 4 * C, C, stream); });
     row("adamw_update", adamw_update_cost(n, s),
-        [&] { adamw_update(weight, masters, m, v, dweight, n, step, stream); });
+        [&] { adamw_update(weight, masters, m, v, dweight, n, step, {}, stream); });
     row("muon_momentum", muon_momentum_cost(n),
-        [&] { muon_momentum(v, m, dweight, n, 0.95f, true, 1.0f, stream); });
+        [&] { muon_momentum(v, m, dweight, n, 0.95f, true, 1.0f, {}, stream); });
     row("muon_normalize", muon_normalize_cost(n, s),
         [&] { muon_normalize(wide, degenerate, m, 1, std::min(n, N * 4 * C), 1.0f, stream); });
     row("gemm_batched X X^T", gemm_cost(C, C, 4 * C, 1, s), [&] {

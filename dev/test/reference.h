@@ -275,6 +275,18 @@ inline void adamw_update(Vector& p, Vector& m, Vector& v, const Vector& grad, co
     }
 }
 
+// bf16's neighbours of x are whole multiples of a unit; x goes to the one further from zero if what it is
+// above the other, in 65536ths of the unit and without their fractions, and the random number make 65536 or
+// more. A finite number does not leave the range.
+inline double stochastic_bf16(double x, unsigned random) {
+    if (x == 0 || !std::isfinite(x)) return x;
+    const double unit = std::ldexp(1.0, std::max(std::ilogb(x), -126) - 7);
+    const double multiple = std::floor(std::abs(x) / unit);
+    const double above = std::floor((std::abs(x) / unit - multiple) * 65536);
+    const double rounded = (above + random >= 65536 ? multiple + 1 : multiple) * unit;
+    return std::copysign(std::min(rounded, std::ldexp(255.0, 120)), x);
+}
+
 // The moving average of the gradients, and Nesterov's look one step ahead along it.
 inline Vector muon_momentum(Vector& momentum, const Vector& grad, double mu, bool nesterov) {
     Vector direction(grad.size());

@@ -140,11 +140,13 @@ struct Trained {
     Gpt<float> model;
     Optimizer optimizer;
 
-    explicit Trained(const GptConfig& config, OptimizerKind kind = OptimizerKind::muon) {
+    explicit Trained(const GptConfig& config, OptimizerKind kind = OptimizerKind::muon,
+                     Dtype state_dtype = Dtype::fp32) {
         model = gpt_create<float>(config, 1, std::min<size_t>(config.seq_len, 64), false, Recompute::none, 0,
                                   stream);
         OptimizerConfig settings;
         settings.kind = kind;
+        settings.state_dtype = state_dtype;
         optimizer = optimizer_create(settings, model.table, stream);
     }
     ~Trained() {
@@ -169,7 +171,7 @@ struct Trained {
         for (const Parameter& parameter : model.table) {
             fill(model.params + parameter.offset, parameter.used_rows * parameter.cols);
         }
-        fill(optimizer.state, optimizer.state_elements);
+        fill(static_cast<float*>(optimizer.state), optimizer_state_bytes(optimizer) / sizeof(float));
         optimizer.steps = seed * 3 + 1;
         optimizer.degenerate_updates = seed * 5;
     }
@@ -191,9 +193,9 @@ struct Trained {
         std::string all(reinterpret_cast<const char*>(model.params),
                         table_elements(model.table) * sizeof(float));
         for (const OptimizerSlot& slot : optimizer.slots) {
-            all.append(reinterpret_cast<const char*>(slot.first), slot.size() * sizeof(float));
-            if (slot.second)
-                all.append(reinterpret_cast<const char*>(slot.second), slot.size() * sizeof(float));
+            const size_t bytes = slot.size() * dtype_size(optimizer.config.state_dtype);
+            all.append(static_cast<const char*>(slot.first), bytes);
+            if (slot.second) all.append(static_cast<const char*>(slot.second), bytes);
         }
         return all + "/" + std::to_string(optimizer.steps) + "/" +
                std::to_string(optimizer.degenerate_updates);
@@ -812,11 +814,14 @@ TEST(HuggingFace, TheSameInEveryLocale) {
 // Checkpoints
 
 TEST(Checkpoint, ComesBackBitForBit) {
-    for (const OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
+    for (const auto& [kind, state_dtype] : {std::pair{OptimizerKind::adamw, Dtype::fp32},
+                                            {OptimizerKind::muon, Dtype::fp32},
+                                            {OptimizerKind::adamw, Dtype::bf16},
+                                            {OptimizerKind::muon, Dtype::bf16}}) {
         const TempFolder out;
         GptConfig config = small_config();
         config.tied_head = kind == OptimizerKind::adamw;
-        Trained trained(config, kind), other(config, kind);
+        Trained trained(config, kind, state_dtype), other(config, kind, state_dtype);
         trained.fill_bits(9);
         other.fill_bits(10);
         const json state = {
@@ -866,6 +871,16 @@ TEST(Checkpoint, FolderHoldsWhatItSays) {
     safetensors_get(optimizer, "wte.weight[0:256].m", {256, 21});
     safetensors_get(optimizer, "wte.weight[0:256].v", {256, 21});
     safetensors_get(optimizer, "ln_f.bias[0:1].v", {1, 21});
+
+    Trained half(config, OptimizerKind::muon, Dtype::bf16);
+    half.fill_bits(11);
+    half.save(out.path, 8);
+    const SafeTensorsFile bf16 = safetensors_open(out / "step_00000008/optimizer_000.safetensors");
+    EXPECT_EQ(bf16.tensors.size(), optimizer.tensors.size());
+    for (const auto& [name, tensor] : bf16.tensors) {
+        EXPECT_EQ(tensor.dtype, "BF16");
+        EXPECT_EQ(tensor.shape, optimizer.tensors.at(name).shape);
+    }
 }
 
 TEST(Checkpoint, RefusesAnotherModelOrOptimizer) {
@@ -875,8 +890,8 @@ TEST(Checkpoint, RefusesAnotherModelOrOptimizer) {
     trained.save(out.path, 1);
     const std::string folder = out / "step_00000001";
     const auto refuse = [&](const GptConfig& config, OptimizerKind kind,
-                            const std::vector<std::string>& parts) {
-        Trained other(config, kind);
+                            const std::vector<std::string>& parts, Dtype state_dtype = Dtype::fp32) {
+        Trained other(config, kind, state_dtype);
         expect_refused([&] { other.load(folder); }, parts);
     };
     GptConfig deeper = small_config(), shallower = small_config(), heads = small_config();
@@ -887,6 +902,7 @@ TEST(Checkpoint, RefusesAnotherModelOrOptimizer) {
     refuse(shallower, OptimizerKind::muon, {folder, "h.1."});
     refuse(heads, OptimizerKind::muon, {folder, "3 heads"});
     refuse(small_config(), OptimizerKind::adamw, {folder, "--optimizer"});
+    refuse(small_config(), OptimizerKind::muon, {folder, "F32", "BF16", "--state-dtype"}, Dtype::bf16);
     fs::remove(folder + "/optimizer_000.safetensors");
     refuse(small_config(), OptimizerKind::muon, {"optimizer_000.safetensors", "No such file"});
 }

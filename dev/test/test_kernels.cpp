@@ -14,6 +14,7 @@
 #include "dev/test/buffers.h"
 #include "dev/test/reference.h"
 #include "kernels/kernels.h"
+#include "kernels/random.h"
 
 namespace {
 
@@ -1007,6 +1008,80 @@ AdamWStep adamw_step(const reference::AdamW& config, int t, double grad_scale = 
             .grad_scale = single(grad_scale)};
 }
 
+// The random word of entry i of a call.
+uint32_t rounding_word(const StateRounding& rounding, size_t i) {
+    const size_t entry = rounding.first + i;
+    return random_bits(rounding.seed, RandomStream::rounding, rounding.step, entry / 4)[entry % 4];
+}
+
+// The averages are `exact`, rounded with 16 bits of each entry's word. fp32 may be off by `slack`, and the
+// decision with it where it is a close one: seldom.
+void expect_stochastic(const char* name, const Vector& actual, const Vector& exact, const Vector& slack,
+                       const StateRounding& rounding, unsigned shift) {
+    size_t close = 0;
+    for (size_t i = 0; i < exact.size(); ++i) {
+        const unsigned random = rounding_word(rounding, i) >> shift & 0xffffu;
+        const double low = reference::stochastic_bf16(exact[i] - slack[i], random);
+        const double high = reference::stochastic_bf16(exact[i] + slack[i], random);
+        ASSERT_TRUE(low <= actual[i] && actual[i] <= high)
+            << name << "[" << i << "] is " << actual[i] << " of " << exact[i] << ", not " << low << " to "
+            << high;
+        close += low != high;
+    }
+    EXPECT_LE(close, 3 + exact.size() / 500) << name;
+}
+
+// How far fp32 may be off in average + pull (x - average): half a unit for each rounding of its parts.
+double average_slack(double average, double pull, double x) {
+    return 0x1p-23 * (std::abs(average) + 4 * pull * std::abs(x));
+}
+
+// Steps with bf16 averages, each judged by itself: from the averages that the one before it has left.
+template <typename Storage>
+void check_adamw_bf16(size_t n, size_t first) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " first " << first);
+    const reference::AdamW config{
+        .lr = 0.01, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8, .weight_decay = 0.1};
+    const double grad_scale = 0.3f;
+    const auto start = normal<float>(n, 1, 0.02);
+    const auto rounding = [&](int t) {
+        return StateRounding{1ull << 40 | 5, static_cast<uint32_t>(t), first};
+    };
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> param(rounded<Storage>(doubles(start)), stream);
+        Buffer<float> master(start, stream);
+        Buffer<bf16_t> m(std::vector<bf16_t>(n), stream), v(std::vector<bf16_t>(n), stream);
+        Outputs after_each_step;
+        for (int t = 1; t <= 3; ++t) {
+            adamw_update<Storage, bf16_t>(param, master, m, v, Buffer(normal<float>(n, 10 + t, 2), stream), n,
+                                          adamw_step(config, t, grad_scale), rounding(t), stream);
+            for (const Vector& x : {master.values(), m.values(), v.values()}) after_each_step.push_back(x);
+        }
+        return after_each_step;
+    });
+    Vector p = doubles(start), m(n), v(n), m_slack(n), v_slack(n);
+    for (int t = 1; t <= 3; ++t) {
+        Vector grad = doubles(normal<float>(n, 10 + t, 2));
+        for (size_t i = 0; i < n; ++i) {
+            grad[i] *= grad_scale;
+            m_slack[i] = average_slack(m[i], 1 - config.beta1, grad[i]);
+            v_slack[i] = average_slack(v[i], 1 - config.beta2, grad[i] * grad[i]);
+        }
+        reference::adamw_update(p, m, v, grad, config, t);
+        const Vector* const after = &outputs[static_cast<size_t>(3 * (t - 1))];
+        expect_close<float>("master", after[0], p, 1);
+        expect_stochastic("m", after[1], m, m_slack, rounding(t), 0);
+        expect_stochastic("v", after[2], v, v_slack, rounding(t), 16);
+        p = after[0], m = after[1], v = after[2];
+    }
+}
+
+TYPED_TEST(Kernels, AdamWWithBf16Averages) {
+    for (const size_t n : {1, 3, 7, 33, 130, 50257}) check_adamw_bf16<TypeParam>(n, 64);
+    for (const size_t first : {size_t{1}, size_t{7}, (size_t{1} << 35) + 2})
+        check_adamw_bf16<TypeParam>(601, first);
+}
+
 // Several steps in Storage with a master copy, or in float without; each judged against the reference.
 template <typename Storage>
 void check_adamw(size_t n, bool with_master) {
@@ -1020,9 +1095,9 @@ void check_adamw(size_t n, bool with_master) {
         Buffer<float> master(start, stream), m(std::vector<float>(n), stream),
             v(std::vector<float>(n), stream);
         for (int t = 1; t <= steps; ++t) {
-            adamw_update<Storage>(param, with_master ? master.data() : nullptr, m, v,
-                                  Buffer(normal<float>(n, 10 + t, 2), stream), n,
-                                  adamw_step(config, t, grad_scale), stream);
+            adamw_update<Storage, float>(param, with_master ? master.data() : nullptr, m, v,
+                                         Buffer(normal<float>(n, 10 + t, 2), stream), n,
+                                         adamw_step(config, t, grad_scale), {}, stream);
         }
         return Outputs{param.values(), master.values(), m.values(), v.values()};
     });
@@ -1058,8 +1133,8 @@ Vector adamw_of_constant(float start, float grad, const reference::AdamW& config
     Buffer<float> p(std::vector<float>(n, start), stream.get());
     Buffer<float> m(std::vector<float>(n), stream.get()), v(std::vector<float>(n), stream.get());
     for (int t = 1; t <= steps; ++t) {
-        adamw_update<float>(p, nullptr, m, v, Buffer(std::vector<float>(n, grad), stream.get()), n,
-                            adamw_step(config, t), stream.get());
+        adamw_update<float, float>(p, nullptr, m, v, Buffer(std::vector<float>(n, grad), stream.get()), n,
+                                   adamw_step(config, t), {}, stream.get());
     }
     return p.values();
 }
@@ -1088,6 +1163,35 @@ TEST(AdamW, ConstantGradientMovesByLr) {
     for (const double p : adamw_of_constant(1, 1, config, 10)) EXPECT_NEAR(p, 1 - 10 * 1e-3, 1e-6);
 }
 
+// A constant gradient whose changes to v are below half of bf16's last place: to nearest, v stands still when
+// 0.001 (g^2 - v) is less than 2^-9 v, at a third of g^2. Stochastically it arrives, up to noise: a step's
+// rounding is off by half a unit at most, 2^-8 of v, and 0.999 forgets it in a thousand steps.
+TEST(AdamW, Bf16AveragesDoNotStandStill) {
+    const size_t n = 64;
+    const int steps = 2000;
+    const float grad = 0.001f, g2 = grad * grad;
+    const reference::AdamW config{.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0};
+    const StreamPointer stream = open_stream();
+    Buffer<float> p(std::vector<float>(n), stream.get()), grads(std::vector<float>(n, grad), stream.get());
+    Buffer<bf16_t> m(std::vector<bf16_t>(n), stream.get()), v(std::vector<bf16_t>(n), stream.get());
+    bf16_t to_nearest{0};
+    for (int t = 1; t <= steps; ++t) {
+        adamw_update<float, bf16_t>(p, nullptr, m, v, grads, n, adamw_step(config, t),
+                                    {1, static_cast<uint32_t>(t), 0}, stream.get());
+        const float old = to_float(to_nearest);
+        to_nearest = from_float<bf16_t>(old + 0.001f * (g2 - old));
+    }
+    EXPECT_LT(to_float(to_nearest), 0.4f * g2);
+    double mean_m = 0, mean_v = 0;
+    for (const double x : m.values()) mean_m += x / n;
+    for (const double x : v.values()) mean_v += x / n;
+    // Variances add up to unit^2/4 / (1 - beta^2) at most.
+    const double sigma_m = 0x1p-8 * grad / std::sqrt((1 - 0.9 * 0.9) * n);
+    const double sigma_v = 0x1p-8 * g2 / std::sqrt((1 - 0.999 * 0.999) * n);
+    EXPECT_NEAR(mean_m, grad, 5 * sigma_m);
+    EXPECT_NEAR(mean_v, g2 * (1 - std::pow(0.999, steps)), 5 * sigma_v);
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Muon
 
@@ -1100,8 +1204,9 @@ TEST(Muon, Momentum) {
             const Outputs outputs = run_op([&](Stream* stream) {
                 Buffer<float> direction(unwritten<float>(n), stream), momentum(start, stream);
                 for (unsigned t = 0; t < 3; ++t) {
-                    muon_momentum(direction, momentum, Buffer(normal<float>(n, 10 + t, 5), stream), n,
-                                  static_cast<float>(mu), nesterov, static_cast<float>(grad_scale), stream);
+                    muon_momentum<float>(direction, momentum, Buffer(normal<float>(n, 10 + t, 5), stream), n,
+                                         static_cast<float>(mu), nesterov, static_cast<float>(grad_scale), {},
+                                         stream);
                 }
                 return Outputs{direction.values(), momentum.values()};
             });
@@ -1115,6 +1220,104 @@ TEST(Muon, Momentum) {
             expect_close<float>("momentum", outputs[1], momentum, 3);
         }
     }
+}
+
+TEST(Muon, Bf16Momentum) {
+    const double mu = 0.95f;
+    for (const auto& [n, first] : Shapes<2>{{1, 0}, {3, 64}, {33, 5}, {601, 64}, {601, 2}, {50257, 128}}) {
+        for (const bool nesterov : {false, true}) {
+            SCOPED_TRACE(testing::Message() << "n " << n << " first " << first << " nesterov " << nesterov);
+            const auto start = normal<bf16_t>(n, 1);
+            const auto gradient = normal<float>(n, 2, 5);
+            const StateRounding rounding{77, 9, first};
+            const Outputs outputs = run_op([&, size = n](Stream* stream) {
+                Buffer<float> direction(unwritten<float>(size), stream);
+                Buffer<bf16_t> momentum(start, stream);
+                muon_momentum<bf16_t>(direction, momentum, Buffer(gradient, stream), size,
+                                      static_cast<float>(mu), nesterov, 1, rounding, stream);
+                return Outputs{direction.values(), momentum.values()};
+            });
+            const Vector grad = doubles(gradient);
+            Vector momentum = doubles(start), slack(n);
+            for (size_t i = 0; i < n; ++i) slack[i] = average_slack(momentum[i], 1 - mu, grad[i]);
+            const Vector direction = reference::muon_momentum(momentum, grad, mu, nesterov);
+            expect_close<float>("direction", outputs[0], direction, 1);
+            expect_stochastic("momentum", outputs[1], momentum, slack, rounding, 0);
+        }
+    }
+}
+
+// x rounded by an op: with mu 0, the momentum is the gradient.
+Vector stochastically_rounded(const std::vector<float>& x, const StateRounding& rounding) {
+    const StreamPointer stream = open_stream();
+    Buffer<float> direction(unwritten<float>(x.size()), stream.get());
+    Buffer<bf16_t> momentum(std::vector<bf16_t>(x.size()), stream.get());
+    muon_momentum<bf16_t>(direction, momentum, Buffer(x, stream.get()), x.size(), 0, false, 1, rounding,
+                          stream.get());
+    return momentum.values();
+}
+
+TEST(StochasticRounding, IsUnbiased) {
+    const size_t n = 1 << 14;
+    for (const double part : {0.02, 0.3, 0.5, 0.9}) {
+        for (const double number : {1.0, -1.0, 1.5e-20, 7e30}) {
+            const double unit = std::ldexp(1.0, std::ilogb(number) - 7);
+            const double below = std::trunc(number / unit) * unit;
+            const float x = static_cast<float>(below + std::copysign(part * unit, number));
+            double mean_error = 0;
+            for (const double y : stochastically_rounded(std::vector<float>(n, x), {3, 4, 0})) {
+                ASSERT_TRUE(y == below || y == below + std::copysign(unit, number)) << y << " of " << x;
+                mean_error += (y - x) / unit / n;
+            }
+            EXPECT_LT(std::abs(mean_error), 5 * std::sqrt(part * (1 - part) / n)) << x;
+        }
+    }
+}
+
+// What bf16 holds stays, the numbers at the end of its range too; what is above them does not become
+// infinite.
+TEST(StochasticRounding, KeepsExactAndExtremeNumbers) {
+    std::vector<float> x;
+    for (uint32_t pattern = 0; pattern <= 0xffff; pattern += on_simulator(open_stream().get()) ? 7 : 1)
+        x.push_back(to_float(bf16_t{static_cast<uint16_t>(pattern)}));
+    x.insert(x.end(), {infinity, -infinity, nan_value, -nan_value});
+    // Every bit of this NaN's fraction is set: a carry would make it -0.
+    x.push_back(std::bit_cast<float>(0x7fffffffu));
+    x.push_back(std::bit_cast<float>(0xffffffffu));
+    const Vector y = stochastically_rounded(x, {1, 2, 64});
+    for (size_t i = 0; i < x.size(); ++i)
+        ASSERT_TRUE(y[i] == x[i] || (std::isnan(x[i]) && std::isnan(y[i]))) << y[i] << " of " << x[i];
+
+    const float most = std::numeric_limits<float>::max();
+    for (const float sign : {1.0f, -1.0f}) {
+        for (const double z : stochastically_rounded(std::vector<float>(1000, sign * most), {1, 2, 0}))
+            ASSERT_EQ(z, sign * to_float(bf16_t{0x7f7f}));
+    }
+}
+
+TEST(StochasticRounding, FromFloat) {
+    for (uint32_t upper = 0; upper <= 0xffff; ++upper) {
+        for (const uint32_t lower : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0xffffu}) {
+            const float x = std::bit_cast<float>(upper << 16 | lower);
+            for (const uint32_t random : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0xffffu}) {
+                const float y = to_float(from_float_stochastic<bf16_t>(x, random));
+                const double expected = reference::stochastic_bf16(x, random);
+                ASSERT_TRUE(y == expected || (std::isnan(y) && std::isnan(x))) << y << " of " << x;
+                ASSERT_EQ(std::signbit(y), std::signbit(x)) << x;
+            }
+        }
+    }
+}
+
+// Known answers of Philox4x32-10 from its authors' library, Random123 (tests/kat_vectors).
+TEST(StochasticRounding, PhiloxGivesKnownAnswers) {
+    using Words = std::array<uint32_t, 4>;
+    EXPECT_EQ(philox({0, 0, 0, 0}, {0, 0}), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+    const uint32_t ones = 0xffffffff;
+    EXPECT_EQ(philox({ones, ones, ones, ones}, {ones, ones}),
+              (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+    EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+              (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
 // x and the flags.
@@ -1249,27 +1452,32 @@ TYPED_TEST(Kernels, UpdatesAreElementwise) {
     const StreamPointer stream = open_stream(2);
     const auto start = normal<float>(n, 1, 0.02);
     const reference::AdamW config{.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
-    const auto run = [&](size_t piece) {
+    const auto run = [&]<typename State>(size_t piece, State) {
         Buffer<Storage> param(rounded<Storage>(doubles(start)), stream.get());
         Buffer<float> master(start, stream.get()), direction(unwritten<float>(n), stream.get());
-        Buffer<float> m(normal<float>(n, 2), stream.get()), grad(normal<float>(n, 3), stream.get());
-        Buffer<float> v(std::vector<float>(n, 0.7f), stream.get()),
-            momentum(normal<float>(n, 4), stream.get());
+        Buffer<float> grad(normal<float>(n, 3), stream.get());
+        Buffer<State> m(normal<State>(n, 2), stream.get()), v(rounded<State>(Vector(n, 0.7)), stream.get());
+        Buffer<State> momentum(normal<State>(n, 4), stream.get());
         for (size_t first = 0; first < n; first += piece) {
             const size_t count = std::min(piece, n - first);
+            const StateRounding rounding{8, 2, first};
             adamw_update<Storage>(param + first, master + first, m + first, v + first, grad + first, count,
-                                  adamw_step(config, 2, 0.3), stream.get());
+                                  adamw_step(config, 2, 0.3), rounding, stream.get());
             muon_momentum(direction + first, momentum + first, grad + first, count, 0.95f, true, 0.3f,
-                          stream.get());
+                          rounding, stream.get());
             muon_update<Storage, float>(param + first, master + first, direction + first, count, 0.02f, 1.7f,
                                         0.1f, stream.get());
         }
         return Outputs{param.values(), master.values(),   m.values(),
                        v.values(),     momentum.values(), direction.values()};
     };
-    const Outputs whole = run(n);
-    for (const size_t piece : {1, 3, 8, 17})
-        expect_same_bits(run(piece), whole, "pieces of " + std::to_string(piece));
+    const auto check = [&](auto state) {
+        const Outputs whole = run(n, state);
+        for (const size_t piece : {1, 3, 8, 17})
+            expect_same_bits(run(piece, state), whole, "pieces of " + std::to_string(piece));
+    };
+    check(float{});
+    check(bf16_t{});
 }
 
 template <typename Storage>
@@ -1421,7 +1629,7 @@ TYPED_TEST(Rounding, Elementwise) {
         residual_layernorm_forward<T>(sum, out, mean, rstd, a_, b_, ones, ones, N, C, s);
         cross_entropy<T>(losses, dlogits, Buffer(logits, s), tokens_, 0.37f, N, V, Vp, s);
         muon_normalize<T>(x, degenerate, grad_, 1, n, 1.02f, s);
-        adamw_update<T>(adamw, adamw_master, m, v, grad_, n, step, s);
+        adamw_update<T, float>(adamw, adamw_master, m, v, grad_, n, step, {}, s);
         muon_update<T, float>(muon, muon_master, grad_, n, 0.02f, 1.7f, 0.1f, s);
         return Outputs{embedded.values(), sum.values(),   dlogits.values(),
                        x.values(),        adamw.values(), muon.values()};
@@ -1542,8 +1750,8 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
     expect_refused("sum", [&] { sum(total, f, 0, s); });
     expect_refused("gemm_batched",
                    [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 0, 0, s); });
-    expect_refused("adamw_update", [&] { adamw_update<Storage>(p, f, f, f, g, 0, step, s); });
-    expect_refused("muon_momentum", [&] { muon_momentum(f, f, g, 0, 0.95f, true, 1, s); });
+    expect_refused("adamw_update", [&] { adamw_update<Storage, float>(p, f, f, f, g, 0, step, {}, s); });
+    expect_refused("muon_momentum", [&] { muon_momentum<float>(f, f, g, 0, 0.95f, true, 1, {}, s); });
     expect_refused("muon_update", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
 }
 
@@ -1567,7 +1775,8 @@ TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
                    [&] { gemm_batched<Storage>(p, q, q, p, false, false, 2, 2, 2, 1, 1, 1, s); });
     if constexpr (!std::is_same_v<Storage, float>) {  // a 16-bit parameter needs its master copy
         const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0}, 1);
-        expect_refused("adamw_update", [&] { adamw_update<Storage>(p, nullptr, f, f, g, 8, step, s); });
+        expect_refused("adamw_update",
+                       [&] { adamw_update<Storage, float>(p, nullptr, f, f, g, 8, step, {}, s); });
         expect_refused("muon_update", [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, s); });
     }
 }

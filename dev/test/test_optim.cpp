@@ -730,6 +730,24 @@ OptimizerConfig muon_config() {
     return config;
 }
 
+OptimizerConfig with_bf16_state(OptimizerConfig config) {
+    config.state_dtype = Dtype::bf16;
+    config.seed = 42;
+    return config;
+}
+
+// A slot's state as it lies in memory: its first vector, then its second where it has one.
+std::string state_bytes(const Trainer& trainer, const OptimizerSlot& slot) {
+    std::string bytes;
+    for (const void* vector : {slot.first, slot.second}) {
+        if (vector == nullptr) continue;
+        const size_t from = bytes.size();
+        bytes.resize(from + slot.size() * dtype_size(trainer.optimizer.config.state_dtype));
+        copy_to_host(bytes.data() + from, vector, bytes.size() - from, trainer.stream.get());
+    }
+    return bytes;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Routing and state
 
@@ -774,27 +792,31 @@ TEST(Routing, MuonOwnsTheLayersMatrices) {
     EXPECT_EQ(trainer.optimizer.muon_batches[2].size(), 2u);
 }
 
-// State vectors are zero at first, aligned to 256 bytes, apart from one another and inside the arena.
+// State vectors are zero at first, aligned to 64 numbers, apart from one another and inside the arena.
 TEST(Routing, StateVectorsAreDisjointAndZero) {
-    for (const OptimizerConfig& config : {adamw_config(), muon_config()}) {
+    for (const OptimizerConfig& config :
+         {adamw_config(), muon_config(), with_bf16_state(adamw_config()), with_bf16_state(muon_config())}) {
         const Trainer trainer(config);
-        const float* end = trainer.optimizer.state;
+        const char* const begin = static_cast<const char*>(trainer.optimizer.state);
+        const size_t number = dtype_size(config.state_dtype);
+        const char* end = begin;
         for (const OptimizerSlot& slot : trainer.optimizer.slots) {
-            for (const float* vector : {slot.first, slot.second}) {
+            for (const void* vector : {slot.first, slot.second}) {
                 if (vector == nullptr) continue;
-                EXPECT_GE(vector, end);
-                EXPECT_EQ((vector - trainer.optimizer.state) % 64, 0);
-                std::vector<float> values(slot.size());
-                copy_to_host(values.data(), vector, values.size() * sizeof(float), trainer.stream.get());
-                EXPECT_EQ(values, std::vector<float>(slot.size(), 0.0f));
-                end = vector + slot.size();
+                const char* first = static_cast<const char*>(vector);
+                EXPECT_GE(first, end);
+                EXPECT_EQ(static_cast<size_t>(first - begin) % (64 * number), 0u);
+                end = first + slot.size() * number;
             }
+            const std::string bytes = state_bytes(trainer, slot);
+            EXPECT_EQ(bytes, std::string(bytes.size(), '\0'));
         }
-        EXPECT_LE(end, trainer.optimizer.state + trainer.optimizer.state_elements);
+        EXPECT_LE(end, begin + optimizer_state_bytes(trainer.optimizer));
     }
 }
 
-// GPT-2 124M, vocabulary padded to 50304: 0.996 GB for AdamW, 0.656 GB with Muon on 84.9M parameters.
+// GPT-2 124M, vocabulary padded to 50304: 0.996 GB for AdamW, 0.656 GB with Muon on 84.9M parameters; half of
+// it in bf16.
 TEST(Routing, StateBytesOfGpt2) {
     const ParameterTable table = gpt_like_table(12, 768, 50257, 50304, 1024);
     const size_t matrices = 12 * 12 * 768 * 768;
@@ -807,6 +829,8 @@ TEST(Routing, StateBytesOfGpt2) {
     const size_t muon_bytes = optimizer_state_bytes(muon);
     EXPECT_EQ(muon_bytes, 4 * matrices + 8 * others);
     EXPECT_NEAR(static_cast<double>(muon_bytes), 0.656e9, 0.0005e9);
+    for (const auto& [config, bytes] : {std::pair{adamw_config(), adamw_bytes}, {muon_config(), muon_bytes}})
+        EXPECT_EQ(optimizer_state_bytes(optimizer_plan(with_bf16_state(config), table)), bytes / 2);
     // fc and fcproj need most: direction, result, and two Gram-sized matrices.
     EXPECT_EQ(optimizer_minimum_workspace(muon), 2 * 4 * 768 * 768 + 2 * 768 * 768u);
 }
@@ -828,6 +852,7 @@ TEST(Routing, IllegalSettingsAreRefused) {
         refused("--muon-momentum", [&](OptimizerConfig& c) { c.muon_momentum = bad; });
     }
     for (const float bad : {-1e-8f, 0.0f, nan}) refused("--eps", [&](OptimizerConfig& c) { c.eps = bad; });
+    refused("--state-dtype", [](OptimizerConfig& c) { c.state_dtype = Dtype::fp16; });
     refused("--muon-ns", [](OptimizerConfig& c) { c.muon_ns = "quintic"; });
     refused("--muon-ns-steps", [](OptimizerConfig& c) { c.muon_ns_steps = 4; });
 
@@ -1226,6 +1251,80 @@ TEST(Muon, WorkspaceAndThreadsDoNotChangeBits) {
 }
 
 // ---------------------------------------------------------------------------------------------------
+// State in bf16
+
+// Each slot's averages are rounded with the bits of its own place in the parameters' arena and of the step:
+// the op, called on one slot alone with what kernels.h says, gives the step's bits. Two steps, so that what
+// the first one rounded counts too.
+TEST(Bf16State, RandomBitsFollowStepAndPlace) {
+    for (const OptimizerConfig& config : {with_bf16_state(adamw_config()), with_bf16_state(muon_config())}) {
+        Trainer trainer(config);
+        Stream* const stream = trainer.stream.get();
+        std::vector<std::vector<bf16_t>> first(trainer.optimizer.slots.size()), second(first.size());
+        for (uint32_t step = 1; step <= 2; ++step) {
+            trainer.random_grads(70 * step);
+            trainer.step(0.01f, 0.5f);
+            for (size_t i = 0; i < first.size(); ++i) {
+                const OptimizerSlot& slot = trainer.optimizer.slots[i];
+                const size_t n = slot.size();
+                if (step == 1) first[i].resize(n), second[i].resize(n);
+                Buffer<bf16_t> a(first[i], stream), b(second[i], stream);
+                Buffer<float> unused(std::vector<float>(n), stream),
+                    grad(rounded<float>(trainer.read(trainer.grads, slot).x), stream);
+                const StateRounding rounding{config.seed, step, slot.offset()};
+                if (slot.muon) {
+                    muon_momentum<bf16_t>(unused, a, grad, n, config.muon_momentum, true, 0.5f, rounding,
+                                          stream);
+                } else {
+                    const AdamWStep adamw = {.lr = 0,
+                                             .beta1 = config.beta1,
+                                             .beta2 = config.beta2,
+                                             .eps = config.eps,
+                                             .weight_decay = 0,
+                                             .bias_correction1 = 1,
+                                             .bias_correction2 = 1,
+                                             .grad_scale = 0.5f};
+                    adamw_update<float, bf16_t>(unused, nullptr, a, b, grad, n, adamw, rounding, stream);
+                }
+                first[i] = a.read(), second[i] = b.read();
+                std::string expected(reinterpret_cast<const char*>(first[i].data()), 2 * n);
+                if (!slot.muon) expected.append(reinterpret_cast<const char*>(second[i].data()), 2 * n);
+                ASSERT_TRUE(state_bytes(trainer, slot) == expected)
+                    << slot.parameter->name << " " << slot.block.name << " step " << step;
+            }
+        }
+    }
+}
+
+// Rounding is noise around fp32's trajectory: after 30 steps the weights have gone nearly the same way. The
+// seed chooses the noise.
+TEST(Bf16State, StaysNearFp32) {
+    for (const OptimizerConfig& config : {adamw_config(), muon_config()}) {
+        const auto trained = [](const OptimizerConfig& c) {
+            Trainer trainer(c);
+            for (unsigned step = 0; step < 30; ++step) {
+                trainer.random_grads(50 * step);
+                trainer.step(1e-2f);
+            }
+            return trainer.params;
+        };
+        const Vector start = doubles(Trainer(config).params), fp32 = doubles(trained(config));
+        const std::vector<float> bf16 = trained(with_bf16_state(config));
+        OptimizerConfig other_seed = with_bf16_state(config);
+        other_seed.seed++;
+        EXPECT_TRUE(trained(with_bf16_state(config)) == bf16);
+        EXPECT_FALSE(trained(other_seed) == bf16);
+        double distance = 0, way = 0;
+        for (size_t i = 0; i < start.size(); ++i) {
+            distance += std::pow(static_cast<double>(bf16[i]) - fp32[i], 2);
+            way += std::pow(fp32[i] - start[i], 2);
+        }
+        EXPECT_LT(std::sqrt(distance / way), 0x1p-7);  // bf16's unit
+        EXPECT_GT(distance, 0);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
 // The gradient norm and clipping
 
 double norm_of(const Trainer& trainer, int threads = 1) {
@@ -1275,6 +1374,32 @@ TEST(GradientNorm, ClipFactor) {
     EXPECT_FLOAT_EQ(clip_factor(1e30, 1.0), 1e-30f);
     EXPECT_EQ(clip_factor(1e30, 0.0), 1.0f);  // off
     EXPECT_TRUE(std::isnan(clip_factor(nan_value, 1.0)));
+}
+
+// Gradients that were multiplied by a power of two, and unscaled and clipped as a training step does it: the
+// same weights and state, to the bit.
+TEST(GradientNorm, PowerOfTwoLossScalesChangeNoBit) {
+    for (const OptimizerConfig& config :
+         {adamw_config(), muon_config(), with_bf16_state(adamw_config()), with_bf16_state(muon_config())}) {
+        const auto trained = [&](float loss_scale) {
+            Trainer trainer(config);
+            for (unsigned step = 0; step < 3; ++step) {
+                trainer.random_grads(90 * step);
+                for (float& g : trainer.grads) g *= loss_scale;
+                const double norm = norm_of(trainer) / static_cast<double>(loss_scale);
+                const float clip = clip_factor(norm, 1.0);
+                EXPECT_LT(clip, 1.0f);
+                trainer.step(0.01f, clip / loss_scale);
+            }
+            std::string bytes(reinterpret_cast<const char*>(trainer.params.data()),
+                              trainer.params.size() * sizeof(float));
+            for (const OptimizerSlot& slot : trainer.optimizer.slots) bytes += state_bytes(trainer, slot);
+            return bytes;
+        };
+        const std::string unscaled = trained(1);
+        for (const float loss_scale : {2.0f, 256.0f, 65536.0f, 0x1p24f})
+            EXPECT_TRUE(trained(loss_scale) == unscaled) << loss_scale;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------

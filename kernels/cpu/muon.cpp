@@ -4,22 +4,35 @@
 #include <type_traits>
 
 #include "kernels/cpu/loops.h"
+#include "kernels/cpu/rounding.h"
 #include "kernels/kernels.h"
 
-// Both averages are written as one step towards g or back from it: see adamw.cpp.
-void muon_momentum(float* direction, float* momentum, const float* grad, size_t n, float mu, bool nesterov,
-                   float grad_scale, Stream* stream) {
+// Both averages are written as one step towards g or back from it: see adamw.cpp. Nothing chooses between g
+// and its last use, for a compiler that made a branch of it would form other FMAs there than in vector code.
+template <typename State>
+void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
+                   float grad_scale, const StateRounding& rounding, Stream* stream) {
     check_sizes("muon_momentum", {n});
     const float pull = 1.0f - mu;
-    for_chunks(stream, n, parallel_grain, [=](size_t begin, size_t end) {
+    const float look_ahead = nesterov ? pull : 0.0f;
+    const auto average = [=](size_t begin, size_t end, const auto& word) {
 #pragma omp simd
         for (size_t i = begin; i < end; i++) {
             const float g = grad[i] * grad_scale;
-            momentum[i] += pull * (g - momentum[i]);
-            direction[i] = nesterov ? momentum[i] + pull * (g - momentum[i]) : momentum[i];
+            const float old_m = to_float(momentum[i]);
+            const float new_m = old_m + pull * (g - old_m);
+            direction[i] = new_m + look_ahead * (g - new_m);
+            momentum[i] = from_float_stochastic<State>(new_m, word(i) & 0xffffu);
         }
-    });
+    };
+    for_chunks(stream, n, parallel_grain,
+               [=](size_t begin, size_t end) { for_rounding_runs<State>(rounding, begin, end, average); });
 }
+
+template void muon_momentum(float*, float*, const float*, size_t, float, bool, float, const StateRounding&,
+                            Stream*);
+template void muon_momentum(float*, bf16_t*, const float*, size_t, float, bool, float, const StateRounding&,
+                            Stream*);
 
 // A matrix is summed in chunks of parallel_grain entries, counted from its own start, so that its bits do
 // not depend on the batch it is in and large matrices use every thread. Squares of fp32 cannot leave the

@@ -2,7 +2,8 @@
 //   momentum:  m += (1 - mu) (g - m), g = grad * grad_scale;  direction = nesterov ? m + (1 - mu) (g - m) : m
 //   normalise: x = direction / (safety * Frobenius norm), for each matrix of a batch
 //   update:    p = p (1 - lr wd) - lr scale update
-// All are memory-bound: 16, 8 + sizeof(Storage) and 12 bytes an entry in fp32, a few FLOPs each.
+// All are memory-bound: 16, 8 + sizeof(Storage) and 12 bytes an entry in fp32, a few FLOPs each; the
+// momentum takes 12 where it is kept in bf16.
 //
 // A norm is found in three kernels: blocks sum the squares of chunks, which are counted from the matrix's own
 // start, so that its bits do not depend on the batch it is in; one block a matrix adds its chunks; and then
@@ -14,14 +15,16 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/pack.cuh"
 #include "kernels/cuda/reduce.cuh"
+#include "kernels/cuda/rounding.cuh"
 #include "kernels/cuda/shared.cuh"
 #include "kernels/kernels.h"
 
 namespace {
 
+template <typename State>
 __global__ void __launch_bounds__(elementwise_threads)
-    momentum_kernel(float* direction, float* momentum, const float* __restrict__ grad, size_t n, float pull,
-                    bool nesterov, float grad_scale, bool vectors) {
+    momentum_kernel(float* direction, State* momentum, const float* __restrict__ grad, size_t n, float pull,
+                    bool nesterov, float grad_scale, StateRounding rounding, bool vectors) {
     for_my_entries(n, vectors, [&](size_t i, auto width) {
         constexpr unsigned size = decltype(width)::value;
         const Pack<float, size> g = load_pack<true, size>(grad + i);
@@ -31,7 +34,7 @@ __global__ void __launch_bounds__(elementwise_threads)
             m.element[j] = fmaf(pull, gradient - m.element[j], m.element[j]);
             d.element[j] = nesterov ? fmaf(pull, gradient - m.element[j], m.element[j]) : m.element[j];
         }
-        store_pack<true>(momentum + i, m);
+        store_state(momentum + i, m, rounding_words<State, size>(rounding, i), 0);
         store_pack<true>(direction + i, d);
     });
 }
@@ -120,11 +123,13 @@ __global__ void __launch_bounds__(chunk_threads)
 
 }  // namespace
 
-void muon_momentum(float* direction, float* momentum, const float* grad, size_t n, float mu, bool nesterov,
-                   float grad_scale, Stream* stream) {
+template <typename State>
+void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
+                   float grad_scale, const StateRounding& rounding, Stream* stream) {
     check_sizes("muon_momentum", {n});
-    launch(momentum_kernel, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream, direction,
-           momentum, grad, n, 1.0f - mu, nesterov, grad_scale, aligned_to_16(direction, momentum, grad));
+    const bool vectors = aligned_to_16(direction, momentum, grad) && counters_fit_packs<State>(rounding);
+    launch(momentum_kernel<State>, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream,
+           direction, momentum, grad, n, 1.0f - mu, nesterov, grad_scale, rounding, vectors);
 }
 
 template <typename Storage>
@@ -160,5 +165,9 @@ void muon_update(Storage* param, float* master, const Update* update, size_t n, 
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)
+template void muon_momentum(float*, float*, const float*, size_t, float, bool, float, const StateRounding&,
+                            Stream*);
+template void muon_momentum(float*, bf16_t*, const float*, size_t, float, bool, float, const StateRounding&,
+                            Stream*);
 template void muon_update(bf16_t*, float*, const float*, size_t, float, float, float, Stream*);
 template void muon_update(fp16_t*, float*, const float*, size_t, float, float, float, Stream*);
