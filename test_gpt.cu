@@ -349,8 +349,8 @@ TEST(Golden, LogitsOfSomeRows) {
 }
 
 // The ten steps of one series of the golden file. Weights are judged by how far they moved.
-void expect_golden_run(const std::string& run, OptimizerKind kind, double tolerance,
-                       double weight_tolerance) {
+void expect_golden_run(const std::string& run, OptimizerKind kind, double tolerance, double weight_tolerance,
+                       Dtype newton_schulz = Dtype::fp32) {
     const Golden golden("tied");
     const nlohmann::json& s = golden.settings;
     OptimizerConfig config;
@@ -362,6 +362,7 @@ void expect_golden_run(const std::string& run, OptimizerKind kind, double tolera
     config.muon_momentum = s["muon_momentum"];
     config.muon_ns = "keller";
     config.muon_ns_steps = s["muon_ns_steps"];
+    config.muon_ns_dtype = newton_schulz;
     const size_t steps = s["steps"], micro_batches = s["micro_batches"], B = s["B"], T = s["T"];
     const ScheduleConfig schedule{Schedule::constant, s["lr"], s["warmup"], steps, 1.0};
 
@@ -400,9 +401,12 @@ TEST(Golden, TenAdamWSteps) { expect_golden_run("adamw", OptimizerKind::adamw, g
 
 TEST(Golden, TenMuonSteps) { expect_golden_run("muon_fp32", OptimizerKind::muon, golden_tolerance, 1e-3); }
 
-// PyTorch's own iteration rounds to 8 bits after each product.
+// PyTorch's own iteration rounds to 8 bits after each product, fp16 to 11.
 TEST(Golden, TenMuonStepsOfUnmodifiedPyTorch) {
     expect_golden_run("muon_bf16", OptimizerKind::muon, 1e-3, 5e-2);
+}
+TEST(Golden, TenMuonStepsInFp16) {
+    expect_golden_run("muon_fp32", OptimizerKind::muon, 1e-4, 1e-2, Dtype::fp16);
 }
 
 // ===================================================================================================
@@ -845,7 +849,7 @@ TEST(WholeModel, EvaluationDoesNotDisturbTraining) {
                     std::vector<float> logits(3 * V);
                     gpt_logits(trainer.model, logits.data(), other.data(), 2, 17, 16, 3, trainer.stream);
                     generate(
-                        trainer.model, {1, 2}, 30, {}, [](int) {}, trainer.stream);
+                        trainer.model, {1, 2}, 30, {}, [](int) { return true; }, trainer.stream);
                 }
                 run.steps.push_back(train_step(trainer, tokens.data(), targets.data(), 2, B, T, 1e-2, 1.0));
             }
@@ -1056,7 +1060,12 @@ std::vector<int> generated(Trainer& trainer, const std::vector<int>& prompt, siz
                            const SampleConfig& config) {
     std::vector<int> tokens;
     generate(
-        trainer.model, prompt, count, config, [&](int token) { tokens.push_back(token); }, trainer.stream);
+        trainer.model, prompt, count, config,
+        [&](int token) {
+            tokens.push_back(token);
+            return true;
+        },
+        trainer.stream);
     return tokens;
 }
 

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include <unistd.h>  // write, _exit
+
 #include "cli/console.h"    // boxed_table, console_step, console_error
 #include "cli/options.h"    // TrainOptions, parse_train
 #include "cli/run_log.h"    // log.jsonl, main.log
@@ -37,18 +39,26 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// The first SIGINT or SIGTERM asks the loop to finish its step, save and exit; the handler resets itself, so
-// that the second one ends the process at once. A signal handler has no context: the one global there is.
+// The first SIGINT, SIGTERM or SIGHUP asks the loop to finish its step, save and exit; any second one ends
+// the process at once. A signal handler has no context: the one global there is.
 volatile std::sig_atomic_t stop_requested = 0;
+constexpr int stop_signals[] = {SIGINT, SIGTERM, SIGHUP};
 
-void request_stop(int) { stop_requested = 1; }
+void request_stop(int) {
+    stop_requested = 1;
+    for (const int number : stop_signals) signal(number, SIG_DFL);
+}
 
 void catch_stop_signals() {
-    struct sigaction action = {};
-    action.sa_handler = request_stop;
-    action.sa_flags = static_cast<int>(SA_RESETHAND);
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
+    for (const int number : stop_signals) signal(number, request_stop);
+}
+
+// Shards are mapped into memory: what another program cuts off while they are read shows as a bus error.
+void report_bus_error(int) {
+    constexpr char text[] =
+        "train_gpt: a data file was shortened while it was read, or cannot be read (SIGBUS)\n";
+    [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text, sizeof(text) - 1);
+    _exit(1);
 }
 
 double now_seconds() {
@@ -343,6 +353,7 @@ std::string memory_table(const Run<Storage>& run) {
 FoundCheckpoint find_checkpoint(const TrainOptions& o, Console& console) {
     if (o.out.empty()) {
         if (o.resume) fail("--resume: needs --out, the folder to resume from");
+        if (o.new_data) fail("--new-data: is for --resume only");
         return {};
     }
     const FoundCheckpoint found = checkpoint_find(o.out);
@@ -493,14 +504,17 @@ void take_up(Run<Storage>& run, const Start& start) {
     }
     run.micro_batches = saved.at("micro_batches");
     const std::string difference = loader_difference(saved.at("data"), loader_fingerprint(run.train));
-    if (difference.empty()) return;
+    if (difference.empty() && !run.options.new_data) return;
     if (!run.options.new_data) {
         fail(
             "--train-data %s: not the data of the checkpoint: %s; --new-data starts reading at their "
             "beginning",
             run.options.train_data.c_str(), difference.c_str());
     }
-    console_line(run.console, "other data than the checkpoint's: reading starts at their beginning");
+    console_line(run.console, difference.empty()
+                                  ? "--new-data: reading starts at the data's beginning"
+                                  : "other data than the checkpoint's: reading starts at their "
+                                    "beginning");
     run.micro_batches = 0;
 }
 
@@ -597,6 +611,13 @@ StepResult train_step(Run<Storage>& run) {
 // ---------------------------------------------------------------------------------------------------
 // Validation, samples, checkpoints
 
+// Whether a signal asks for the end, which cuts validation and samples short; a run that has taken its last
+// step finishes as if there had been none.
+template <typename Storage>
+bool stopping(const Run<Storage>& run) {
+    return stop_requested && run.step < run.options.steps;
+}
+
 // The mean loss over the first --val-tokens targets, whatever the batch size: the last batch may be smaller.
 template <typename Storage>
 void validate(Run<Storage>& run) {
@@ -606,6 +627,7 @@ void validate(Run<Storage>& run) {
     const size_t windows = std::min(wanted, loader_windows(run.val));
     double loss_sum = 0;
     for (size_t first = 0; first < windows; first += run.options.batch_size) {
+        if (stopping(run)) return;
         const size_t rows = std::min(run.options.batch_size, windows - first);
         loader_windows_in_order(run.val, first, rows, run.inputs.data(), run.targets.data());
         loss_sum += gpt_loss(run.model, run.inputs.data(), run.targets.data(), rows, run.T, run.stream);
@@ -638,8 +660,13 @@ void sample(Run<Storage>& run) {
     std::vector<int> sampled;
     if (!run.options.sample_prompt.empty()) sampled = run.prompt;
     generate<Storage>(
-        run.model, run.prompt, run.options.sample_tokens, config, [&](int id) { sampled.push_back(id); },
+        run.model, run.prompt, run.options.sample_tokens, config,
+        [&](int id) {
+            sampled.push_back(id);
+            return !stopping(run);
+        },
         run.stream);
+    if (stopping(run)) return;
     const std::string text = readable(run.tokenizer, sampled);
     run_log_write(run.log, "sample", run.step, {{"text", text}});
     console_line(run.console, "--- sample at step " + std::to_string(run.step) + " ---\n" + text + "\n---");
@@ -789,7 +816,7 @@ void train_loop(Run<Storage>& run) {
             if (saved) save(run);  // before anything that may fail for its own reasons
             if (due(run, o.sample_every)) sample(run);
         }
-        if (stop_requested && run.step < o.steps) {
+        if (stopping(run)) {
             if (!saved) save(run);
             console_line(run.console, "stopped by a signal after step " + std::to_string(run.step) +
                                           (o.out.empty() ? "" : "; --resume goes on from here"));
@@ -875,7 +902,12 @@ void generate_text(const GenerateOptions& o) {
     };
     show(o.prompt);
     generate<Storage>(
-        model, prompt, o.tokens, o.sample, [&](int id) { show(decode(tokenizer, {id})); }, stream);
+        model, prompt, o.tokens, o.sample,
+        [&](int id) {
+            show(decode(tokenizer, {id}));
+            return true;
+        },
+        stream);
     if (terminal) console_print("\n");
     gpt_destroy(model, stream);
     stream_destroy(stream);
@@ -915,6 +947,7 @@ void run_command(std::vector<std::string> arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    signal(SIGBUS, report_bus_error);
     signal(SIGXFSZ, SIG_IGN);  // a file-size limit is reported by the write that hits it
     try {
         run_command(std::vector<std::string>(argv + 1, argv + argc));

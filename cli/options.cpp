@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <nlohmann/json.hpp>
 #include <type_traits>
 
@@ -23,7 +24,13 @@ CLI::Validator between(double low, double high) {
     validator.operation([low, high](std::string& text) -> std::string {
         char* end = nullptr;
         const double value = strtod(text.c_str(), &end);
-        if (end != text.c_str() && *end == '\0' && value >= low && value <= high) return "";
+        // Plain decimal: 010 and 0x10 would be read as eight and sixteen.
+        const size_t digits = text.find_first_not_of("+-");
+        const bool decimal =
+            text.find_first_of("xX") == std::string::npos &&
+            (digits == std::string::npos || text[digits] != '0' || digits + 1 == text.size() ||
+             !isdigit(static_cast<unsigned char>(text[digits + 1])));
+        if (decimal && end != text.c_str() && *end == '\0' && value >= low && value <= high) return "";
         char rule[64];
         snprintf(rule, sizeof(rule), " is not a number from %g to %g", low, high);
         return "'" + text + "'" + rule;
@@ -58,6 +65,8 @@ const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind
 const std::map<std::string, Dtype> dtypes = {
     {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const std::map<std::string, Dtype> state_dtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
+const std::map<std::string, std::optional<Dtype>> newton_schulz_dtypes = {
+    {"auto", std::nullopt}, {"fp32", Dtype::fp32}, {"fp16", Dtype::fp16}};
 const std::map<std::string, Recompute> recomputes = {
     {"none", Recompute::none}, {"gelu", Recompute::gelu}, {"block", Recompute::block}};
 const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
@@ -187,6 +196,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                group);
     add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps,
                "Newton-Schulz steps: 3 to 10 of keller, 5 to 10 of polar-express", group);
+    add_choice(*app, "--muon-ns-dtype", o.optimizer.muon_ns_dtype, newton_schulz_dtypes,
+               "Newton-Schulz's matrices; auto: fp16 on a GPU, fp32 on a CPU", group);
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
                "update scale (match-rms reuses AdamW's lr and decay: Liu et al. 2025)", group);
 

@@ -163,7 +163,7 @@ template <typename Storage>
 void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t batch, size_t n, float safety,
                     Stream* stream);
 
-// p = p*(1 - lr*weight_decay) - lr*scale*update, p as in adamw_update. All (n).
+// p = p*(1 - lr*weight_decay) - lr*scale*update, p as in adamw_update. All (n). Update is float or fp16_t.
 template <typename Storage, typename Update>
 void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
                  float weight_decay, Stream* stream);

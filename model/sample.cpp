@@ -62,7 +62,7 @@ int sample_token(const float* logits, size_t V, const SampleConfig& config, doub
 
 template <typename Storage>
 void generate(Gpt<Storage>& model, std::vector<int> prompt, size_t count, const SampleConfig& config,
-              const std::function<void(int)>& on_token, Stream* stream) {
+              const std::function<bool(int)>& on_token, Stream* stream) {
     sample_check(config);
     if (prompt.empty()) fail("--prompt: at least one token is needed to start from");
     const size_t V = model.config.vocab_size;
@@ -75,13 +75,13 @@ void generate(Gpt<Storage>& model, std::vector<int> prompt, size_t count, const 
         gpt_logits(model, logits.data(), context.data(), 1, context.size(), context.size() - 1, 1, stream);
         const double u = random_uniform(config.seed, RandomStream::sampling, 0, i);
         context.push_back(sample_token(logits.data(), V, config, u));
-        on_token(context.back());
+        if (!on_token(context.back())) return;
     }
 }
 
 template void generate(Gpt<float>&, std::vector<int>, size_t, const SampleConfig&,
-                       const std::function<void(int)>&, Stream*);
+                       const std::function<bool(int)>&, Stream*);
 template void generate(Gpt<bf16_t>&, std::vector<int>, size_t, const SampleConfig&,
-                       const std::function<void(int)>&, Stream*);
+                       const std::function<bool(int)>&, Stream*);
 template void generate(Gpt<fp16_t>&, std::vector<int>, size_t, const SampleConfig&,
-                       const std::function<void(int)>&, Stream*);
+                       const std::function<bool(int)>&, Stream*);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 
 #include "kernels/error.h"
 #include "kernels/kernels.h"
@@ -29,7 +30,7 @@ size_t muon_workspace(size_t count, size_t rows, size_t cols) {
     return count * rows * cols + newton_schulz_workspace(count, rows, cols);
 }
 
-template <typename State, typename Storage>
+template <typename State, typename Iterate, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
     const OptimizerConfig& config = optimizer.config;
@@ -42,6 +43,12 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
         for (size_t first = 0; first < batch.size(); first += fit) {
             const size_t count = std::min(fit, batch.size() - first);
             float* directions = workspace;
+            Iterate* x;  // the directions, normalised: in their place where they are of one type
+            if constexpr (std::is_same_v<Iterate, float>) {
+                x = directions;
+            } else {
+                x = reinterpret_cast<Iterate*>(directions + count * size);
+            }
             for (size_t i = 0; i < count; i++) {
                 const OptimizerSlot& slot = optimizer.slots[batch[first + i]];
                 muon_momentum(directions + i * size, static_cast<State*>(slot.first), grads + slot.offset(),
@@ -49,9 +56,9 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
                               optimizer_rounding(optimizer, slot), stream);
             }
             // No safety margin in the norm: both coefficient sets tolerate a little more than 1.
-            muon_normalize(directions, degenerate, directions, count, size, 1.0f, stream);
-            const float* updates = newton_schulz(directions, workspace + count * size, count, rows, cols,
-                                                 optimizer.newton_schulz, stream);
+            muon_normalize(x, degenerate, directions, count, size, 1.0f, stream);
+            const Iterate* updates =
+                newton_schulz(x, x + count * size, count, rows, cols, optimizer.newton_schulz, stream);
             for (size_t i = 0; i < count; i++) {
                 const OptimizerSlot& slot = optimizer.slots[batch[first + i]];
                 const size_t offset = slot.offset();
@@ -68,11 +75,14 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
     optimizer.degenerate_updates += std::accumulate(flags.begin(), flags.end(), uint64_t{0});
 }
 
-#define INSTANTIATE(Storage)                                                                                 \
-    template void muon_step<float>(Optimizer&, Storage*, float*, const float*, float, float, float*, size_t, \
-                                   Stream*);                                                                 \
-    template void muon_step<bf16_t>(Optimizer&, Storage*, float*, const float*, float, float, float*,        \
-                                    size_t, Stream*);
+#define INSTANTIATE_FOR(State, Iterate, Storage)                                                      \
+    template void muon_step<State, Iterate>(Optimizer&, Storage*, float*, const float*, float, float, \
+                                            float*, size_t, Stream*);
+#define INSTANTIATE(Storage)                \
+    INSTANTIATE_FOR(float, float, Storage)  \
+    INSTANTIATE_FOR(float, fp16_t, Storage) \
+    INSTANTIATE_FOR(bf16_t, float, Storage) \
+    INSTANTIATE_FOR(bf16_t, fp16_t, Storage)
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)

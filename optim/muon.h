@@ -10,11 +10,12 @@
 // s(rows, cols) of a scale mode, for a block of (out, in) = (rows, cols).
 float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
 
-// Floats of workspace for orthogonalising `count` blocks of (rows, cols) together.
+// Floats of workspace for orthogonalising `count` blocks of (rows, cols) together, in fp32; fp16 takes less.
 size_t muon_workspace(size_t count, size_t rows, size_t cols);
 
-// Updates the Muon slots and counts the degenerate ones. State is the config's state_dtype; arguments as in
-// optimizer_step, which has checked that one matrix of each shape fits the workspace.
-template <typename State, typename Storage>
+// Updates the Muon slots and counts the degenerate ones. State is the config's state_dtype, Iterate the type
+// of Newton-Schulz's matrices, float or fp16_t; other arguments as in optimizer_step, which has checked that
+// one matrix of each shape fits the workspace.
+template <typename State, typename Iterate, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream);

@@ -54,6 +54,8 @@ void optimizer_check(const OptimizerConfig& config) {
     require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
     require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
     require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
+    if (config.muon_ns_dtype == Dtype::bf16)
+        fail("--muon-ns-dtype bf16: must be fp32 or fp16; 8 bits are too few for the small singular values");
     if (config.state_dtype != Dtype::fp32 && config.state_dtype != Dtype::bf16)
         fail("--state-dtype %s: must be fp32 or bf16", dtype_name(config.state_dtype));
 }
@@ -78,6 +80,8 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
 
 Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream) {
     Optimizer optimizer = optimizer_plan(config, table);
+    optimizer.newton_schulz_dtype =
+        config.muon_ns_dtype.value_or(device_has_fast_fp16(stream) ? Dtype::fp16 : Dtype::fp32);
     const size_t bytes = optimizer_state_bytes(optimizer);
     optimizer.state = device_malloc(bytes, stream);
     device_memset_zero(optimizer.state, bytes, stream);
@@ -128,8 +132,9 @@ void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const 
     optimizer.steps++;
     const auto update = [&]<typename State>(State) {
         adamw_step<State>(optimizer, params, master, grads, lr, grad_scale, stream);
-        muon_step<State>(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats,
-                         stream);
+        const auto muon = optimizer.newton_schulz_dtype == Dtype::fp16 ? muon_step<State, fp16_t, Storage>
+                                                                       : muon_step<State, float, Storage>;
+        muon(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats, stream);
     };
     if (optimizer.config.state_dtype == Dtype::bf16) {
         update(bf16_t{});

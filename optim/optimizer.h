@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,7 @@ struct OptimizerConfig {
     bool muon_nesterov = true;
     std::string muon_ns = "polar-express";
     int muon_ns_steps = 5;
+    std::optional<Dtype> muon_ns_dtype;  // fp32 or fp16; none: what the device is fast in
     MuonScale muon_scale = MuonScale::match_rms;
     Dtype state_dtype = Dtype::fp32;  // of momentum and moments: fp32 or bf16
     uint64_t seed = 0;                // of the stochastic rounding of bf16 state
@@ -53,6 +55,7 @@ struct OptimizerSlot {
 struct Optimizer {
     OptimizerConfig config;
     std::vector<NewtonSchulzStep> newton_schulz;
+    Dtype newton_schulz_dtype = Dtype::fp32;        // known once there is a device
     std::vector<OptimizerSlot> slots;               // in table order
     std::vector<std::vector<size_t>> muon_batches;  // Muon's slots, those of equal shape together
     void* state = nullptr;                          // one arena

@@ -21,6 +21,8 @@ train() {
         --batch-size 32 --tokens-per-step 4096 --steps 700 --lr 6e-3 --warmup 50 --final-lr-frac 0.1 \
         --val-every 100 --val-tokens 110000 --checkpoint-every 350 --log-every 20 \
         --sample-every 350 --sample-tokens 200 --temperature 0.8
+    # A run that Ctrl-C stopped has saved itself, but is no result.
+    tail -n 1 "$out/$1/log.jsonl" | grep -q '"type":"done"' || { echo "quickstart.sh: stopped" >&2; exit 130; }
 }
 train muon
 train adamw

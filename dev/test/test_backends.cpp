@@ -49,7 +49,8 @@ struct Backends : testing::Test {
         const fs::path out = folder / (backend + optimizer + dtype);
         command(build_folder() / ".." / backend / "train_gpt",
                 "--train-data '" + (folder / "text_train_*.bin").string() + "' --out " + out.string() +
-                    " --optimizer " + optimizer + " --dtype " + dtype +
+                    " --optimizer " + optimizer + " --dtype " + dtype + " --muon-ns-dtype " +
+                    (dtype == "fp32" ? "fp32" : "auto") +  // fp16 in the simulator, fp32 on the CPU
                     // One head of 64: in 16 bits the tensor-core attention runs, in fp32 the general one.
                     " --layers 1 --heads 1 --channels 64 --seq-len 19 --batch-size 2 --tokens-per-step 76"
                     " --steps 20 --lr 2e-3 --sample-tokens 0");

@@ -90,6 +90,8 @@ std::string device_name(const Stream* stream) {
     return text;
 }
 
+bool device_has_fast_fp16(const Stream*) { return false; }
+
 int device_threads(const Stream* stream) { return stream->threads; }
 
 size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }

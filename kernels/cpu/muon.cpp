@@ -97,9 +97,10 @@ void muon_update(Storage* param, float* master, const Update* update, size_t n, 
     });
 }
 
-#define INSTANTIATE(Storage)                                                                    \
-    template void muon_normalize(Storage*, int*, const float*, size_t, size_t, float, Stream*); \
-    template void muon_update(Storage*, float*, const float*, size_t, float, float, float, Stream*);
+#define INSTANTIATE(Storage)                                                                         \
+    template void muon_normalize(Storage*, int*, const float*, size_t, size_t, float, Stream*);      \
+    template void muon_update(Storage*, float*, const float*, size_t, float, float, float, Stream*); \
+    template void muon_update(Storage*, float*, const fp16_t*, size_t, float, float, float, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)

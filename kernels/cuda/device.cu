@@ -122,6 +122,8 @@ std::string device_name(const Stream* stream) {
     return text;
 }
 
+bool device_has_fast_fp16(const Stream*) { return true; }
+
 int device_threads(const Stream*) { return 1; }
 
 size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }

@@ -159,9 +159,10 @@ void muon_update(Storage* param, float* master, const Update* update, size_t n, 
            param, master, update, n, lr * scale, decay, aligned_to_16(param, master, update));
 }
 
-#define INSTANTIATE(Storage)                                                                    \
-    template void muon_normalize(Storage*, int*, const float*, size_t, size_t, float, Stream*); \
-    template void muon_update(Storage*, float*, const Storage*, size_t, float, float, float, Stream*);
+#define INSTANTIATE(Storage)                                                                         \
+    template void muon_normalize(Storage*, int*, const float*, size_t, size_t, float, Stream*);      \
+    template void muon_update(Storage*, float*, const float*, size_t, float, float, float, Stream*); \
+    template void muon_update(Storage*, float*, const fp16_t*, size_t, float, float, float, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)
@@ -169,5 +170,3 @@ template void muon_momentum(float*, float*, const float*, size_t, float, bool, f
                             Stream*);
 template void muon_momentum(float*, bf16_t*, const float*, size_t, float, bool, float, const StateRounding&,
                             Stream*);
-template void muon_update(bf16_t*, float*, const float*, size_t, float, float, float, Stream*);
-template void muon_update(fp16_t*, float*, const float*, size_t, float, float, float, Stream*);
