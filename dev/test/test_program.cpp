@@ -377,6 +377,10 @@ TEST(Program, TheMemoryTableIsComplete) {
                           lines.front()["optimizer_state_bytes"]);
                 EXPECT_EQ(lines.back()["type"], "done");
                 EXPECT_EQ(lines.back()["peak_bytes"], all);
+                // The rehearsal that found the scratch counts for nothing.
+                const json state = json::parse(read_file(folder / "run/step_00000003/state.json"));
+                EXPECT_EQ(state["optimizer_step"], 3);
+                EXPECT_EQ(state["degenerate_updates"], 0);
             }
             EXPECT_EQ(activations.size(), 3u);
         }
