@@ -606,7 +606,9 @@ TYPED_TEST(RecomputeOf, BytesAtGpt2) {
 // What train_gpt does before it has weights: of zeros and a loss times zero, nothing but zeros is left.
 TYPED_TEST(RecomputeOf, AStepOnZerosLeavesZeros) {
     const size_t B = 3, T = 21;
-    for (const OptimizerConfig& settings : {OptimizerConfig{}, muon_config()}) {
+    OptimizerConfig bf16_state = muon_config();
+    bf16_state.state_dtype = Dtype::bf16;
+    for (const OptimizerConfig& settings : {OptimizerConfig{}, muon_config(), bf16_state}) {
         TrainerOf<TypeParam> trainer(odd_config(), B, T, settings);
         const std::vector<int> zeros(B * T);
         gpt_forward_backward(trainer.model, zeros.data(), zeros.data(), B, T, 0.0f, trainer.stream);

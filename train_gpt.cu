@@ -317,7 +317,7 @@ size_t muon_state_bytes(const Optimizer& optimizer) {
     for (const OptimizerSlot& slot : optimizer.slots) {
         if (slot.muon) elements += aligned_elements(slot.size());
     }
-    return elements * sizeof(float);
+    return elements * dtype_size(optimizer.config.state_dtype);
 }
 
 // What the run has of the device's memory, row by row, and the device's own count of all of it.

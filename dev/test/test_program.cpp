@@ -353,6 +353,7 @@ std::map<std::string, uint64_t> memory_table(const std::string& out) {
 TEST(Program, TheMemoryTableIsComplete) {
     for (const char* optimizer : {"adamw", "muon"}) {
         for (const char* dtype : {"fp32", "bf16", "fp16"}) {
+            const std::string state_dtype = std::string(dtype) == "bf16" ? "bf16" : "fp32";
             std::set<uint64_t> activations;
             for (const char* recompute : {"none", "gelu", "block"}) {
                 SCOPED_TRACE(std::string(optimizer) + " " + dtype + " " + recompute);
@@ -360,7 +361,8 @@ TEST(Program, TheMemoryTableIsComplete) {
                 const Result result =
                     run(folder, tiny_with(folder, "run",
                                           {"--optimizer", optimizer, "--dtype", dtype, "--recompute",
-                                           recompute, "--steps", "3", "--warmup", "1", "--layers", "3"}));
+                                           recompute, "--state-dtype", state_dtype, "--steps", "3",
+                                           "--warmup", "1", "--layers", "3"}));
                 ASSERT_EQ(result.status, 0) << result.err;
                 std::map<std::string, uint64_t> rows = memory_table(result.out);
                 const uint64_t all = rows.at("all");
@@ -371,7 +373,9 @@ TEST(Program, TheMemoryTableIsComplete) {
                 }
                 EXPECT_EQ(rows.size(), 9u);
                 EXPECT_EQ(sum, all);
-                EXPECT_EQ(rows.at("Muon's state") > 0, std::string(optimizer) == "muon");
+                // Muon's are 12 matrices of C x C a layer, or as much.
+                const uint64_t muon = std::string(optimizer) == "muon" ? 3 * 12 * 48 * 48 : 0;
+                EXPECT_EQ(rows.at("Muon's state"), muon * (state_dtype == "bf16" ? 2 : 4));
                 const std::vector<json> lines = log_lines(folder / "run");
                 EXPECT_EQ(rows.at("Muon's state") + rows.at("AdamW's state"),
                           lines.front()["optimizer_state_bytes"]);
