@@ -697,7 +697,6 @@ void expect_skips_change_nothing(const std::string& optimizer, const std::string
 
 TEST(Program, SkippedStepsAreSavedAndLoggedOnce) {
     expect_skips_change_nothing("adamw", "fp32");
-    expect_skips_change_nothing("muon", "fp32");
     expect_skips_change_nothing("muon", "bf16");
 }
 
