@@ -351,9 +351,9 @@ std::string memory_table(const Run<Storage>& run) {
 
 // The checkpoint that the run goes on from; its folder is "" where the run is a new one. Changes nothing.
 FoundCheckpoint find_checkpoint(const TrainOptions& o, Console& console) {
+    if (o.new_data && !o.resume) fail("--new-data: is for a run that --resume goes on with");
     if (o.out.empty()) {
         if (o.resume) fail("--resume: needs --out, the folder to resume from");
-        if (o.new_data) fail("--new-data: is for --resume only");
         return {};
     }
     const FoundCheckpoint found = checkpoint_find(o.out);

@@ -22,9 +22,9 @@ void sample_check(const SampleConfig& config);
 // a NaN among the logits, and where all are minus infinity: then no token has a probability.
 int sample_token(const float* logits, size_t V, const SampleConfig& config, double u);
 
-// Continues the prompt by `count` tokens, calling on_token with each, until it returns false. The context is the last model.T tokens:
-// a model made for T = min(seq_len, prompt + count) uses all that it can. An empty prompt is refused: start
-// with the end-of-text token. Draw i depends on (seed, i) and the context alone.
+// Continues the prompt by `count` tokens, calling on_token with each, until it returns false. The context is
+// the last model.T tokens: a model made for T = min(seq_len, prompt + count) uses all that it can. An empty
+// prompt is refused: start with the end-of-text token. Draw i depends on (seed, i) and the context alone.
 template <typename Storage>
 void generate(Gpt<Storage>& model, std::vector<int> prompt, size_t count, const SampleConfig& config,
               const std::function<bool(int)>& on_token, Stream* stream);

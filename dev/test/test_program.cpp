@@ -584,6 +584,51 @@ TEST(Program, ChangedDataAreNoticedOnResume) {
     EXPECT_NE(result.out.find("beginning"), std::string::npos);
 }
 
+// --new-data is taken at its word where the data are the same, and is for a resumed run alone.
+TEST(Program, NewDataStartsAtTheBeginning) {
+    Folder folder;
+    expect_rejected(folder, tiny(folder, "run", {"--new-data"}), {"--new-data", "--resume"});
+    const Arguments rate_of_zero = {"--lr", "0", "--steps", "8", "--checkpoint-every", "0"};
+    ASSERT_EQ(run(folder, tiny_with(folder, "run", rate_of_zero)).status, 0);
+    const Result anew = run(folder, {"--out", folder / "run", "--resume", "--steps", "16", "--new-data"});
+    ASSERT_EQ(anew.status, 0) << anew.err;
+    std::map<uint64_t, double> losses;  // the weights stand still: the same data give the same losses
+    for (const json& line : log_lines(folder / "run")) {
+        if (line["type"] == "train") losses[line["step"]] = line["loss"];
+    }
+    for (uint64_t step = 1; step <= 8; step++) EXPECT_EQ(losses.at(step), losses.at(step + 8)) << step;
+}
+
+// A shard is mapped into memory: what another program cuts off of it cannot be read any more.
+TEST(Program, AShardThatIsCutOffWhileItIsReadIsOneLine) {
+    Folder folder;
+    const pid_t pid = start(folder, tiny_with(folder, "run", {"--steps", "100000"}));
+    wait_for(folder / "stdout", "tok/s");
+    for (const char* name : {"data_train_000.bin", "data_train_001.bin"}) fs::resize_file(folder / name, 0);
+    const Result result = finish(folder, pid);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_NE(one_line(result.err).find("shortened"), std::string::npos) << result.err;
+}
+
+// Validation and samples may be long; a signal does not wait for them.
+TEST(Program, SignalsCutValidationAndSamplesShort) {
+    for (const bool sample : {false, true}) {
+        Folder folder;
+        write_shard(folder / "data_val_000.bin", 2000000, 101, 3);
+        const Arguments changes =
+            sample ? Arguments{"--sample-tokens", "1000000", "--sample-every", "1", "--val-every", "0"}
+                   : Arguments{"--val-tokens", "2000000", "--val-every", "1", "--sample-tokens", "0"};
+        const pid_t pid = start(folder, tiny_with(folder, "run", changes));
+        wait_for(folder / "run/log.jsonl", sample ? "train" : "config");
+        const auto sent = std::chrono::steady_clock::now();
+        kill(pid, SIGTERM);
+        const Result result = finish(folder, pid);
+        EXPECT_EQ(result.status, 0) << result.err;
+        EXPECT_LT(std::chrono::steady_clock::now() - sent, std::chrono::seconds(10));
+        EXPECT_EQ(checkpoints(folder / "run").size(), 1u);
+    }
+}
+
 TEST(Program, SignalsFinishTheStepSaveAndExitCleanly) {
     for (const int signal : {SIGTERM, SIGINT}) {
         Folder folder;
@@ -882,6 +927,8 @@ TEST(Program, BadOptionsAreOneLineAndStatus1) {
     expect_rejected(folder, with({"--batch-size"}), {"--batch-size"});
     expect_rejected(folder, with({"--batch-size", "4x"}), {"--batch-size", "4x"});
     expect_rejected(folder, with({"--batch-size", "1e3"}), {"--batch-size", "1e3"});
+    expect_rejected(folder, with({"--steps", "020"}), {"--steps", "020"});
+    expect_rejected(folder, with({"--seed", "0x10"}), {"--seed", "0x10"});
     expect_rejected(folder, with({"--batch-size", "0"}), {"--batch-size", "0"});
     expect_rejected(folder, with({"--seq-len", "-1"}), {"--seq-len", "-1"});
     expect_rejected(folder, with({"--lr", "nan"}), {"--lr", "nan"});
