@@ -476,10 +476,10 @@ void create_model(Run<Storage>& run, const GptConfig& config) {
     const size_t workspace = optimizer_minimum_workspace(optimizer_plan(o.optimizer, table)) * sizeof(float);
     // The ceiling has a stream of its own: its matrices are gone before the run's memory is taken and
     // counted.
-    run.stream = stream_create({.threads = o.threads});
+    run.stream = stream_create({.threads = o.threads, .tf32 = o.tf32});
     run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
     stream_destroy(run.stream);
-    run.stream = stream_create({.threads = o.threads});
+    run.stream = stream_create({.threads = o.threads, .tf32 = o.tf32});
     run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, o.recompute, workspace, run.stream);
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
     run.norm_sums =

@@ -210,6 +210,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "fp16: a fixed power of two; 0: adapted to the gradients, from 65536 (PyTorch)", group);
     add_choice(*app, "--recompute", o.recompute, recomputes,
                "what backward computes again to save memory, to the same bits", group);
+    app->add_flag("--tf32", o.tf32, "fp32 products on a GPU round their inputs to TF32")->group(group);
 
     group = "Run";
     add_number(*app, "--seed", o.seed, 0, largest,

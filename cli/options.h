@@ -35,6 +35,7 @@ struct TrainOptions {
     // precision
     Dtype dtype = Dtype::fp32;
     double loss_scale = 0;
+    bool tf32 = false;
     Recompute recompute = Recompute::none;
     // run
     uint64_t seed = 1337;

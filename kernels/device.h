@@ -13,9 +13,13 @@ struct Stream;  // defined by the backend
 struct DeviceConfig {
     int index = 0;    // which GPU; ignored on the CPU
     int threads = 0;  // CPU threads of this stream; 0 = every core this process may use
+    // Of a GPU: fp32 products may round their inputs to TF32; bias and GELU within cuBLASLt's products, where
+    // the sizes allow it, instead of by kernels of ours.
+    bool tf32 = false, fused_epilogues = false;
 };
 
-// Opens a stream on the device. Fails if there is no such device or thread count.
+// Opens a stream on the device. Fails if there is no such device or thread count, and where a CPU is asked
+// for what only GPUs have.
 Stream* stream_create(const DeviceConfig& config);
 void stream_destroy(Stream* stream);
 

@@ -69,8 +69,11 @@ finish() {
             cat "$file"
             separator=,
         done
-        printf '],\n"ops":'
-        if [ -s "$out/ops.json" ]; then cat "$out/ops.json"; else printf 'null'; fi
+        printf ']'
+        for file in ops ops_fused; do
+            printf ',\n"%s":' "$file"
+            if [ -s "$out/$file.json" ]; then cat "$out/$file.json"; else printf 'null'; fi
+        done
         printf '}\n'
     } >"$out/report.json"
     echo "report: $out/report.txt, $out/report.json"
@@ -103,6 +106,7 @@ fi
 samples=(--samples 7)
 [ "$size" = gpt2 ] || samples=(--samples 1 --sample-ms 0 --dtype bf16)
 step ops "$programs/bench_ops" --size "$size" "${samples[@]}" --json "$out/ops.json"
+step ops_fused "$programs/bench_ops" --size "$size" "${samples[@]}" --fused-epilogues --json "$out/ops_fused.json"
 
 # The quickstart's text as bytes stands in for GPT-2's tokens: speed and memory do not depend on the ids.
 model=(--model d12 --vocab-size 50257 --seq-len 1024 --batch-size 16 --tokens-per-step 131072 --steps 30)

@@ -35,6 +35,7 @@ struct Settings {
     std::string size = "small", dtype = "all", out;
     int samples = 7, threads = 0;
     double sample_ms = 20;
+    bool fused_epilogues = false;
 };
 
 struct Ceilings {
@@ -218,7 +219,8 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
 
 void run(const Settings& settings) {
     const Sizes& sizes = all_sizes.at(settings.size);
-    Stream* stream = stream_create({.threads = settings.threads});
+    Stream* stream =
+        stream_create({.threads = settings.threads, .fused_epilogues = settings.fused_epilogues});
     json result = {{"device", device_name(stream)}, {"size", settings.size}, {"rows", json::array()}};
     printf("%s; median of %d samples of %g ms\n", device_name(stream).c_str(), settings.samples,
            settings.sample_ms);
@@ -250,6 +252,8 @@ int main(int argc, char** argv) {
         ->check(CLI::Range(0.0, 1e4))
         ->capture_default_str();
     app.add_option("--threads", settings.threads)->check(CLI::Range(0, 4096))->capture_default_str();
+    app.add_flag("--fused-epilogues", settings.fused_epilogues,
+                 "on a GPU: bias and GELU within cuBLASLt's products");
     app.add_option("--json", settings.out, "file for the results");
     CLI11_PARSE(app, argc, argv);
     try {

@@ -59,6 +59,8 @@ int available_cores() {
 Stream* stream_create(const DeviceConfig& config) {
     if (config.threads < 0 || config.threads > 4096)
         fail("--threads %d: must be 0 (all cores) to 4096", config.threads);
+    if (config.tf32) fail("--tf32: is for GPUs; this is the CPU's program");
+    if (config.fused_epilogues) fail("--fused-epilogues: is for GPUs; this is the CPU's program");
     // OMP_NUM_THREADS is OpenMP's own way to say it; without it, every core.
     const int threads = config.threads > 0                     ? config.threads
                         : getenv("OMP_NUM_THREADS") != nullptr ? omp_get_max_threads()

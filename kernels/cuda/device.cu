@@ -87,6 +87,8 @@ Stream* stream_create(const DeviceConfig& config) {
     choose_device(config.index);
     Stream* stream = new Stream{};
     stream->device = config.index;
+    stream->tf32 = config.tf32;
+    stream->fused_epilogues = config.fused_epilogues;
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
     for (Staging& staging : stream->staging) {
         CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&staging.memory), Staging::bytes));

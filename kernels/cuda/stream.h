@@ -25,9 +25,8 @@ struct Stream {
     cudaStream_t stream;
 
     cublasLtHandle_t lt;
-    std::shared_ptr<MatmulPlans> matmul_plans;  // made by the first product
-    bool tf32 = false;                          // fp32 products may round their inputs to TF32
-    bool fused_epilogues = false;  // bias and GELU within cuBLASLt's products instead of our own kernels
+    std::shared_ptr<MatmulPlans> matmul_plans;   // made by the first product
+    bool tf32 = false, fused_epilogues = false;  // see DeviceConfig
 
     void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens, cuBLASLt's workspace
     size_t scratch_bytes = 0;
