@@ -117,6 +117,41 @@ void add_threads(CLI::App& app, int& threads, const std::string& group) {
                "CPU threads; 0: OMP_NUM_THREADS, else every core available", group);
 }
 
+// The file of --config. CLI11's own reader takes a # within quotes for a comment, splits values at commas,
+// and passes over lines that it cannot read.
+class ConfigFile : public CLI::ConfigBase {
+public:
+    std::vector<CLI::ConfigItem> from_config(std::istream& input) const override {
+        std::vector<CLI::ConfigItem> lines;
+        std::string line;
+        for (size_t number = 1; std::getline(input, line); number++) {
+            const std::string text = CLI::detail::trim_copy(line);
+            if (text.empty() || text[0] == '#') continue;
+            const auto require = [&](bool legal) {
+                if (!legal) fail("--config: line %zu, '%s', is not name = value", number, text.c_str());
+            };
+            const size_t equals = text.find('=');
+            require(equals != std::string::npos && equals > 0);
+            CLI::ConfigItem item;
+            item.name = CLI::detail::trim_copy(text.substr(0, equals));
+            std::string value = CLI::detail::trim_copy(text.substr(equals + 1));
+            if (value.starts_with('"')) {
+                const size_t end = value.find('"', 1);
+                require(end != std::string::npos);
+                const std::string rest = CLI::detail::trim_copy(value.substr(end + 1));
+                require(rest.empty() || rest[0] == '#');
+                value = value.substr(1, end - 1);
+            } else {
+                value = CLI::detail::trim_copy(value.substr(0, value.find('#')));
+                require(!value.empty());
+            }
+            item.inputs.push_back(value);
+            lines.push_back(item);
+        }
+        return lines;
+    }
+};
+
 std::unique_ptr<CLI::App> make_app(const std::string& command, const std::string& description) {
     auto app = std::make_unique<CLI::App>(description, command);
     app->option_defaults()->always_capture_default();
@@ -130,6 +165,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         make_app("train_gpt",
                  "Trains a GPT on token shards. Other commands: tokenize, generate; each has its --help.");
     app->set_config("--config", "", "read options from this file: lines of name=value");
+    app->config_formatter(std::make_shared<ConfigFile>());
     app->allow_config_extras(CLI::config_extras_mode::error);
 
     std::string group = "Data";

@@ -125,6 +125,18 @@ TEST(Options, ConfigFileBelowTheCommandLine) {
     std::ofstream(path) << "learning-rate=0.0025\n";
     EXPECT_NE(error_of([&] { parse_train({"--config", path}); }), "");
     EXPECT_NE(error_of([&] { parse_train({"--config", path + ".absent"}); }), "");
+
+    // Text in quotes is taken as it is; what is no line of the format is refused, with its number.
+    std::ofstream(path) << "sample-prompt = \"say # now, a b\"  # a comment\n lr=1e-2# another\n";
+    const TrainCommand quoted = parse_train({"--config", path});
+    EXPECT_EQ(quoted.options.sample_prompt, "say # now, a b");
+    EXPECT_EQ(quoted.options.schedule.lr, 1e-2);
+    for (const char* bad :
+         {"lr", "[a", "[train]", "= 3", "lr =", "sample-prompt = \"open", "out = \"a\" b"}) {
+        std::ofstream(path) << "# first\n" << bad << "\n";
+        const std::string error = error_of([&] { parse_train({"--config", path}); });
+        EXPECT_NE(error.find("line 2"), std::string::npos) << bad << ": " << error;
+    }
 }
 
 TEST(Options, ErrorsNameOptionAndValueInOneLine) {
