@@ -121,6 +121,7 @@ $(BUILD)/%.o: %.cu
 	$(COMPILE) -x c++ -c -o $@ $<
 $(BUILD)/%.o: %.cpp
 	$(COMPILE) -c -o $@ $<
+$(BUILD)/cli/version.o: FLAGS += -DMUGPT_BACKEND='"$(BACKEND)"'
 $(BUILD)/dev/cudasim/%.o: instrument :=
 $(BUILD)/dev/cudasim/%.o: CXXFLAGS := -O2 -g1
 ifeq ($(BACKEND),sim)

@@ -1,4 +1,5 @@
-// See version.h. The Makefile rewrites build/git_commit.h when the commit changes.
+// See version.h. The Makefile rewrites build/git_commit.h when the commit changes, and says which backend it
+// is.
 #include "cli/version.h"
 
 #include "build/git_commit.h"
@@ -13,5 +14,6 @@
 std::string git_commit() { return MUGPT_GIT_COMMIT; }
 
 std::string version_text() {
-    return "muGPT 0.1.0 (git " + git_commit() + "), CPU backend, one process; built with " MUGPT_COMPILER;
+    return "muGPT 0.1.0 (git " + git_commit() +
+           "), " MUGPT_BACKEND " backend, one process; built with " MUGPT_COMPILER;
 }

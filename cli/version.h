@@ -3,7 +3,7 @@
 
 #include <string>
 
-// "muGPT 0.1.0 (git 0123abcd), CPU backend; ..."
+// "muGPT 0.1.0 (git 0123abcd), cpu backend, ..."
 std::string version_text();
 
 // The git commit this was built from, "-dirty" appended where the tree had changes; "unknown" outside git.
