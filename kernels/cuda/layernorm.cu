@@ -110,9 +110,10 @@ void launch_forward(Storage* sum, Storage* out, float* mean, float* rstd, const 
 constexpr unsigned chunk_rows = 16;
 constexpr unsigned backward_threads = 512;  // at most
 
-// partial (chunks, 2C): each chunk's dweight, then its dbias.
+// partial (chunks, 2C): each chunk's dweight, then its dbias. Two blocks fit a multiprocessor with 64
+// registers a thread, of which the rare rows without vectors need more.
 template <typename Storage, bool vectors>
-__global__ void __launch_bounds__(backward_threads, 2)
+__global__ void __launch_bounds__(backward_threads, vectors ? 2 : 1)
     layernorm_backward_kernel(Storage* __restrict__ dx, float* __restrict__ partial,
                               const Storage* __restrict__ dout, const Storage* __restrict__ x,
                               const float* __restrict__ mean, const float* __restrict__ rstd,
