@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "dev/test/temp_folder.h"
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -25,19 +27,15 @@ struct Step {
 
 struct Backends : testing::Test {
     Backends() {
-        char name[] = "/tmp/mugpt_backends_XXXXXX";
-        folder = mkdtemp(name);
         std::ofstream text(folder / "text.txt");
         for (int i = 0; i < 400; i++) text << "the " << i * i % 97 << " and the " << i % 7 << ";\n";
         text.close();
-        command(build_folder() / "../cpu/train_gpt", "tokenize --input " + (folder / "text.txt").string() +
-                                                         " --out " + (folder / "text").string());
+        command(build_folder() / "../cpu/train_gpt",
+                "tokenize --input " + (folder / "text.txt") + " --out " + (folder / "text"));
     }
-    ~Backends() override { fs::remove_all(folder); }
 
     void command(const fs::path& program, const std::string& arguments) {
-        const std::string line =
-            program.string() + " " + arguments + " > " + (folder / "output").string() + " 2>&1";
+        const std::string line = program.string() + " " + arguments + " > " + (folder / "output") + " 2>&1";
         const int status = system(line.c_str());
         std::ifstream output(folder / "output");
         const std::string text((std::istreambuf_iterator<char>(output)), {});
@@ -46,16 +44,16 @@ struct Backends : testing::Test {
 
     std::vector<Step> train(const std::string& backend, const std::string& optimizer,
                             const std::string& dtype) {
-        const fs::path out = folder / (backend + optimizer + dtype);
+        const std::string out = folder / (backend + optimizer + dtype);
         command(build_folder() / ".." / backend / "train_gpt",
-                "--train-data '" + (folder / "text_train_*.bin").string() + "' --out " + out.string() +
-                    " --optimizer " + optimizer + " --dtype " + dtype + " --muon-ns-dtype " +
+                "--train-data '" + (folder / "text_train_*.bin") + "' --out " + out + " --optimizer " +
+                    optimizer + " --dtype " + dtype + " --muon-ns-dtype " +
                     (dtype == "fp32" ? "fp32" : "auto") +  // fp16 in the simulator, fp32 on the CPU
                     // One head of 64: in 16 bits the tensor-core attention runs, in fp32 the general one.
                     " --layers 1 --heads 1 --channels 64 --seq-len 19 --batch-size 2 --tokens-per-step 76"
                     " --steps 20 --lr 2e-3 --sample-tokens 0");
         std::vector<Step> steps;
-        std::ifstream log(out / "log.jsonl");
+        std::ifstream log(out + "/log.jsonl");
         for (std::string line; std::getline(log, line);) {
             const json entry = json::parse(line);
             if (entry["type"] == "train") steps.push_back({entry["loss"], entry["grad_norm"]});
@@ -75,7 +73,7 @@ struct Backends : testing::Test {
         EXPECT_LT(cpu.back().loss, 0.9 * cpu.front().loss) << "nothing was learnt, so little was compared";
     }
 
-    fs::path folder;
+    TempFolder folder;
 };
 
 TEST_F(Backends, Fp32) {

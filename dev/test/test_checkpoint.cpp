@@ -32,6 +32,7 @@
 
 #include "data/files.h"
 #include "data/tokenizer.h"
+#include "dev/test/temp_folder.h"
 #include "kernels/error.h"
 #include "kernels/random.h"
 #include "model/checkpoint.h"
@@ -46,22 +47,6 @@ namespace fs = std::filesystem;
 
 // -----------------------------------------------------------------------------------------------------
 // Tools
-
-// A folder that is empty at first and gone afterwards.
-struct TempFolder {
-    std::string path = (fs::temp_directory_path() / "mugpt_test_XXXXXX").string();
-
-    TempFolder() {
-        if (mkdtemp(path.data()) == nullptr) fail("%s: cannot create", path.c_str());
-    }
-    ~TempFolder() {
-        std::error_code ignored;
-        fs::remove_all(path, ignored);
-    }
-    TempFolder(const TempFolder&) = delete;
-    TempFolder& operator=(const TempFolder&) = delete;
-    std::string operator/(const std::string& name) const { return path + "/" + name; }
-};
 
 std::string slurp(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
