@@ -1,7 +1,8 @@
 // What the ranks of a data-parallel run say to each other. A rank is a process with its own device; rank 0
 // leads. There are two planes:
 //
-//   control  TCP connections of every rank to rank 0: the meeting at the start, small host values, heartbeats,
+//   control  TCP connections of every rank to rank 0: the meeting at the start, small host values,
+//   heartbeats,
 //            and the news that a rank has failed, which ends them all (control.cpp)
 //   data     gradients and weights between any two ranks, in device memory: NCCL on GPUs, TCP on the CPU
 //            (transport.h, one implementation linked)

@@ -14,8 +14,9 @@ struct RankEnvironment {
 };
 
 // Reads the variables of, in this order: torchrun and `--ranks` (RANK, WORLD_SIZE, LOCAL_RANK,
-// LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), Open MPI's mpirun (OMPI_COMM_WORLD_*), Slurm's srun
-// (SLURM_*). MASTER_ADDR and MASTER_PORT also hold under mpirun and srun; without them the address is the
-// first node of the job (this machine where all ranks are on it) and the port follows from the job's id. One
-// rank where none of them is set. Fails, naming the variable and its value, on numbers that make no sense.
+// LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), Open MPI's mpirun (OMPI_COMM_WORLD_*), Slurm's
+// srun (SLURM_*). MASTER_ADDR and MASTER_PORT also hold under mpirun and srun; without them the address is
+// the first node of the job (this machine where all ranks are on it) and the port follows from the job's id.
+// One rank where none of them is set. Fails, naming the variable and its value, on numbers that make no
+// sense.
 RankEnvironment rank_environment();

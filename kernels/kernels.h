@@ -176,11 +176,11 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
                   bool transpose_b, size_t m, size_t n, size_t k, float alpha, float beta, size_t batch,
                   Stream* stream);
 
-// For each of `batch` contiguous matrices: d = alpha * a * b^T + beta * c + gamma * I, or alpha * a^T * b with
-// `transpose`, where the caller knows that the product is symmetric: a = b, or a and b are symmetric and
+// For each of `batch` contiguous matrices: d = alpha * a * b^T + beta * c + gamma * I, or alpha * a^T * b
+// with `transpose`, where the caller knows that the product is symmetric: a = b, or a and b are symmetric and
 // commute. The tiles on and below the diagonal are computed and mirrored: about half of gemm_batched's work.
-// a, b (m,k), or (k,m) with transpose; c, d (m,m), c symmetric; c may be null when beta is 0; d may be neither
-// input. The bits of one matrix do not depend on the batch it is in, and d is exactly symmetric.
+// a, b (m,k), or (k,m) with transpose; c, d (m,m), c symmetric; c may be null when beta is 0; d may be
+// neither input. The bits of one matrix do not depend on the batch it is in, and d is exactly symmetric.
 template <typename Storage>
-void gemm_symmetric(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose, size_t m,
-                    size_t k, float alpha, float beta, float gamma, size_t batch, Stream* stream);
+void gemm_symmetric(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose,
+                    size_t m, size_t k, float alpha, float beta, float gamma, size_t batch, Stream* stream);
