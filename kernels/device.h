@@ -12,7 +12,8 @@ struct Stream;  // defined by the backend
 
 struct DeviceConfig {
     int index = 0;    // which GPU; ignored on the CPU
-    int threads = 0;  // CPU threads of this stream; 0 = every core this process may use
+    int threads = 0;  // CPU threads of this stream; 0 = this process's share of the cores it may use
+    int sharers = 1;  // processes like this one on the machine
     // Of a GPU: fp32 products may round their inputs to TF32; bias and GELU within cuBLASLt's products, where
     // the sizes allow it, instead of by kernels of ours.
     bool tf32 = false, fused_epilogues = false;
@@ -52,3 +53,13 @@ void copy_on_device(void* to, const void* from, size_t bytes, Stream* stream);  
 void copy_to_device(void* device, const void* host, size_t bytes, Stream* stream);
 // Returns when the data has arrived.
 void copy_to_host(void* host, const void* device, size_t bytes, Stream* stream);
+
+// A point in a stream's queue, for other streams of the same device to wait for. On the CPU, where every op
+// has finished when it returns, there is nothing to wait for.
+struct Event;
+Event* event_create();
+void event_destroy(Event* event);
+// The point after everything queued on the stream so far.
+void event_record(Event* event, Stream* stream);
+// What is queued on the stream from now on waits for the point that was recorded last.
+void stream_wait(Stream* stream, Event* event);

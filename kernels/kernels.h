@@ -118,6 +118,25 @@ void sum(double* out, const float* x, size_t n, Stream* stream);
 void sum_of_squares(double* out, const float* x, size_t rows, size_t cols, Stream* stream);
 
 // ---------------------------------------------------------------------------------------------------
+// Sums over the leaves and ranks of a step
+
+// to = from, rounded to nearest. All (n).
+template <typename Storage>
+void cast(Storage* to, const float* from, size_t n, Stream* stream);
+
+// x = x rounded to nearest to Storage and back. (n).
+template <typename Storage>
+void round_through(float* x, size_t n, Stream* stream);
+
+// out = a + b; out may be a or b. All (n).
+void add(float* out, const float* a, const float* b, size_t n, Stream* stream);
+
+// out(i) = the sum over p of parts(p * stride + i), for `count` parts in the order of kernels/tree.h, in
+// fp32. out (n); 1 <= count <= tree_max_parts, stride >= n.
+template <typename Storage>
+void tree_sum(float* out, const Storage* parts, size_t count, size_t stride, size_t n, Stream* stream);
+
+// ---------------------------------------------------------------------------------------------------
 // Averages that optimizers keep, in `State`: float, or bf16_t rounded stochastically (kernels/dtype.h). To
 // nearest, a change of less than half of bf16's last place would be lost at every step. What else an op
 // computes from a new average takes it before it is rounded.

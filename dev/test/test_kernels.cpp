@@ -994,6 +994,77 @@ TEST(Reductions, SumOfSquaresAtExtremes) {
 }
 
 // ---------------------------------------------------------------------------------------------------
+// Sums over leaves and ranks
+
+// Neighbours level by level, an odd one out as it is, each sum rounded to fp32.
+std::vector<float> sum_of_parts(std::vector<std::vector<float>> parts) {
+    while (parts.size() > 1) {
+        std::vector<std::vector<float>> level;
+        for (size_t p = 0; p + 1 < parts.size(); p += 2) {
+            level.push_back(parts[p]);
+            for (size_t i = 0; i < parts[p].size(); ++i) level.back()[i] += parts[p + 1][i];
+        }
+        if (parts.size() % 2 == 1) level.push_back(parts.back());
+        parts = level;
+    }
+    return parts[0];
+}
+
+TYPED_TEST(Kernels, TreeSum) {
+    using Storage = TypeParam;
+    for (const size_t count : {1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 33}) {
+        for (const auto& [n, stride] : Shapes<2>{{1, 1}, {7, 8}, {130, 136}, {1031, 1040}, {64, 67}}) {
+            const auto memory = normal<Storage>(count * stride, 1);
+            std::vector<std::vector<float>> parts(count);
+            for (size_t p = 0; p < count; ++p) {
+                for (size_t i = 0; i < n; ++i) parts[p].push_back(to_float(memory[p * stride + i]));
+            }
+            const Outputs outputs = run_op([&](Stream* stream) {
+                Buffer<float> out(unwritten<float>(n), stream);
+                tree_sum<Storage>(out, Buffer(memory, stream), count, stride, n, stream);
+                return Outputs{out.values()};
+            });
+            expect_same_bits(outputs, {doubles(sum_of_parts(parts))}, std::to_string(count) + " parts");
+        }
+    }
+}
+
+TYPED_TEST(Kernels, Casts) {
+    using Storage = TypeParam;
+    for (const size_t n : {1, 5, 64, 1031}) {
+        auto x = normal<float>(n, 1);
+        x[n / 2] = infinity;
+        x[n / 3] = 65520;  // infinity in fp16
+        x[n - 1] = -0.0f;
+        std::vector<Storage> stored(n);
+        std::transform(x.begin(), x.end(), stored.begin(), from_float<Storage>);
+        const Outputs outputs = run_op([&](Stream* stream) {
+            Buffer<Storage> to(unwritten<Storage>(n), stream);
+            Buffer<float> through(x, stream);
+            cast<Storage>(to, Buffer(x, stream), n, stream);
+            round_through<Storage>(through, n, stream);
+            return Outputs{to.values(), through.values()};
+        });
+        expect_same_bits(outputs, {doubles(stored), doubles(stored)}, "cast");
+    }
+}
+
+TEST(Reductions, Add) {
+    for (const size_t n : {1, 5, 64, 1031}) {
+        const auto a = normal<float>(n, 1), b = normal<float>(n, 2);
+        std::vector<float> expected(n);
+        std::transform(a.begin(), a.end(), b.begin(), expected.begin(), std::plus<float>());
+        const Outputs outputs = run_op([&](Stream* stream) {
+            Buffer<float> out(unwritten<float>(n), stream), left(a, stream), right(b, stream);
+            add(out, left, right, n, stream);
+            add(left, left, right, n, stream);
+            return Outputs{out.values(), left.values()};
+        });
+        expect_same_bits(outputs, {doubles(expected), doubles(expected)}, "add");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------
 // AdamW
 
 AdamWStep adamw_step(const reference::AdamW& config, int t, double grad_scale = 1) {
@@ -1749,6 +1820,12 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
         expect_refused("muon_normalize", [&] { muon_normalize<Storage>(p, ids, f, a, b, 1, s); });
     }
     expect_refused("sum", [&] { sum(total, f, 0, s); });
+    expect_refused("cast", [&] { cast<Storage>(p, f, 0, s); });
+    expect_refused("round_through", [&] { round_through<Storage>(f, 0, s); });
+    expect_refused("add", [&] { add(f, f, g, 0, s); });
+    expect_refused("tree_sum", [&] { tree_sum<Storage>(f, q, 0, 8, 8, s); });
+    expect_refused("tree_sum", [&] { tree_sum<Storage>(f, q, 2, 8, 0, s); });
+    expect_refused("tree_sum", [&] { tree_sum<Storage>(f, q, 2048, 1, 1, s); });
     expect_refused("gemm_batched",
                    [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 0, 0, s); });
     expect_refused("adamw_update", [&] { adamw_update<Storage, float>(p, f, f, f, g, 0, step, {}, s); });

@@ -4,6 +4,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -61,10 +62,14 @@ Stream* stream_create(const DeviceConfig& config) {
         fail("--threads %d: must be 0 (all cores) to 4096", config.threads);
     if (config.tf32) fail("--tf32: is for GPUs; this is the CPU's program");
     if (config.fused_epilogues) fail("--fused-epilogues: is for GPUs; this is the CPU's program");
-    // OMP_NUM_THREADS is OpenMP's own way to say it; without it, every core.
+    // OMP_NUM_THREADS is OpenMP's own way to say it. Processes that a launcher has bound to cores of their
+    // own share nothing.
+    const int cores = available_cores();
+    const bool bound = cores < static_cast<int>(std::thread::hardware_concurrency());
     const int threads = config.threads > 0                     ? config.threads
                         : getenv("OMP_NUM_THREADS") != nullptr ? omp_get_max_threads()
-                                                               : available_cores();
+                        : bound                                ? cores
+                                                               : std::max(1, cores / config.sharers);
     Stream* stream = new Stream{};
     stream->threads = threads;
     stream->per_thread.resize(static_cast<size_t>(threads));
@@ -136,6 +141,12 @@ void copy_to_device(void* device, const void* host, size_t bytes, Stream*) {
 void copy_to_host(void* host, const void* device, size_t bytes, Stream*) {
     if (bytes != 0) memcpy(host, device, bytes);
 }
+
+struct Event {};
+Event* event_create() { return new Event; }
+void event_destroy(Event* event) { delete event; }
+void event_record(Event*, Stream*) {}
+void stream_wait(Stream*, Event*) {}
 
 void* shared_scratch(Stream* stream, size_t bytes) {
     grow(stream, stream->shared, bytes);

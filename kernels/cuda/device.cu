@@ -198,3 +198,24 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream* stream) 
         done += count;
     }
 }
+
+struct Event {
+    cudaEvent_t event = nullptr;
+};
+
+Event* event_create() {
+    Event* event = new Event;
+    CUDA_CHECK(cudaEventCreateWithFlags(&event->event, cudaEventDisableTiming));
+    return event;
+}
+
+void event_destroy(Event* event) {
+    if (event != nullptr) cudaEventDestroy(event->event);
+    delete event;
+}
+
+void event_record(Event* event, Stream* stream) { CUDA_CHECK(cudaEventRecord(event->event, stream->stream)); }
+
+void stream_wait(Stream* stream, Event* event) {
+    CUDA_CHECK(cudaStreamWaitEvent(stream->stream, event->event, 0));
+}
