@@ -27,6 +27,17 @@ constexpr size_t head_chunk = 256;
 
 constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// An embedding in ranges of rows, about 2^18 numbers each and at most 32: what ranks share among them. They
+// do not depend on how many ranks there are, because the gradient's norm is summed range by range.
+std::vector<Block> row_ranges(size_t rows, size_t cols) {
+    const size_t ranges = std::clamp<size_t>(rows * cols >> 18, 1, std::min<size_t>(32, rows));
+    const size_t length = (rows + ranges - 1) / ranges;
+    std::vector<Block> result;
+    for (size_t first = 0; first < rows; first += length)
+        result.push_back({"", first, std::min(length, rows - first)});
+    return result;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------
@@ -123,7 +134,7 @@ ParameterTable gpt_parameter_table(const GptConfig& config) {
              .weight_decay = true,
              .group = group,
              .conv1d = false,
-             .blocks = {{"", 0, rows}}});
+             .blocks = row_ranges(rows, C)});
     };
     const auto add_matrix = [&](const std::string& name, size_t rows, size_t cols, float init_std,
                                 const std::vector<Block>& blocks) {
@@ -176,6 +187,17 @@ ParameterTable gpt_parameter_table(const GptConfig& config) {
     add_layernorm("ln_f");
     if (!config.tied_head) add_embedding("lm_head.weight", Vp, V, ParameterGroup::adamw_head);
     return table;
+}
+
+std::vector<GptStage> gpt_stages(const GptConfig& config) {
+    constexpr size_t embeddings = 2, of_a_layer = 12;
+    std::vector<GptStage> stages = {{0, embeddings}};
+    for (size_t l = 0; l < config.layers; l++) {
+        const size_t first = stages.back().end_parameter;
+        stages.push_back({first, first + of_a_layer});
+    }
+    stages.push_back({stages.back().end_parameter, gpt_parameter_table(config).size()});
+    return stages;
 }
 
 size_t gpt_parameter_count(const ParameterTable& table) {
@@ -290,7 +312,7 @@ size_t place_activations(GptActivations<Storage>& a, char* arena, const GptConfi
 
 template <typename Storage>
 Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
-                      size_t min_workspace) {
+                      size_t min_workspace, const Ownership* ownership) {
     gpt_check(config);
     if (T < 1 || T > config.seq_len)
         fail("--seq-len %zu: must be 1 to %zu, the positions of the model", T, config.seq_len);
@@ -300,12 +322,14 @@ Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainabl
     Gpt<Storage> model{};
     model.config = config;
     model.table = gpt_parameter_table(config);
+    model.ownership = ownership == nullptr ? own_all(model.table) : *ownership;
     model.B = B;
     model.T = T;
     model.recompute = recompute;
     const size_t elements = table_elements(model.table);
     model.params_bytes = elements * sizeof(Storage);
-    if (trainable && !std::is_same_v<Storage, float>) model.master_bytes = elements * sizeof(float);
+    if (trainable && !std::is_same_v<Storage, float>)
+        model.master_bytes = model.ownership.master_elements * sizeof(float);
     if (trainable) model.grads_bytes = elements * sizeof(float);
     model.activations_bytes =
         std::max(min_workspace, place_activations(model.a, nullptr, config, B * T, trainable, recompute));
@@ -314,8 +338,8 @@ Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainabl
 
 template <typename Storage>
 Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
-                        size_t min_workspace, Stream* stream) {
-    Gpt<Storage> model = gpt_plan<Storage>(config, B, T, trainable, recompute, min_workspace);
+                        size_t min_workspace, Stream* stream, const Ownership* ownership) {
+    Gpt<Storage> model = gpt_plan<Storage>(config, B, T, trainable, recompute, min_workspace, ownership);
     // Zeroed, so that the gaps between tensors are zeros too.
     const auto take = [&](auto*& arena, size_t bytes) {
         if (bytes == 0) return;
@@ -346,6 +370,23 @@ void gpt_destroy(Gpt<Storage>& model, Stream* stream) {
     model = Gpt<Storage>{};
 }
 
+namespace {
+
+// The own blocks of a tensor; of rows that only pad it there are zeros.
+template <typename Storage>
+void set_master(Gpt<Storage>& model, const Parameter& parameter, const float* values, Stream* stream) {
+    for_blocks(model.table, [&](const Parameter& p, const Block& block, size_t number) {
+        if (&p != &parameter || !model.ownership.own(number)) return;
+        float* master = model.master + model.ownership.master_offset[number];
+        const size_t end = std::min(block.first_row + block.rows, p.used_rows);
+        const size_t used = end > block.first_row ? (end - block.first_row) * p.cols : 0;
+        copy_to_device(master, values + block.first_row * p.cols, used * sizeof(float), stream);
+        device_memset_zero(master + used, (block.rows * p.cols - used) * sizeof(float), stream);
+    });
+}
+
+}  // namespace
+
 template <typename Storage>
 void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float* values, Stream* stream) {
     const size_t used = parameter.used_rows * parameter.cols, padding = parameter.size() - used;
@@ -353,7 +394,7 @@ void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float
         copy_to_device(tensor, from, used * sizeof(*tensor), stream);
         if (padding > 0) device_memset_zero(tensor + used, padding * sizeof(*tensor), stream);
     };
-    if (model.master != nullptr) set(model.master + parameter.offset, values);
+    if (model.master != nullptr) set_master(model, parameter, values, stream);
     if constexpr (std::is_same_v<Storage, float>) {
         set(model.params + parameter.offset, values);
     } else {
@@ -424,19 +465,26 @@ void forward_from_ln1(const Gpt<Storage>& model, size_t l, size_t B, size_t T, S
 
 // From host tokens (B,T) to lnf, the final LayerNorm's output.
 template <typename Storage>
-void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream* stream) {
+void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, const GptHooks& hooks,
+             Stream* stream) {
     if (B < 1 || T < 1 || B > model.B || T > model.T)
         fail("a batch of %zu x %zu tokens: the model has room for %zu x %zu", B, T, model.B, model.T);
     const size_t N = B * T, C = model.config.channels;
     const GptTensors<Storage>& p = model.p;
     const GptActivations<Storage>& a = model.a;
 
+    const auto enter = [&](size_t stage) {
+        if (hooks.before_forward) hooks.before_forward(stage);
+    };
+
     upload_ids(a.tokens, tokens, N, model.config.vocab_size, stream);
+    enter(0);
     embedding_forward(a.embedded, a.tokens, p.wte, p.wpe, B, T, C, stream);
 
     for (size_t l = 0; l < model.config.layers; l++) {
         const GptLayer<Storage>& w = p.layers[l];
         const GptLayerActivations<Storage>& x = a.layers[l];
+        enter(1 + l);
 
         // The residual sum that ends the layer before is part of this layer's first LayerNorm.
         if (l == 0) {
@@ -453,6 +501,7 @@ void forward(Gpt<Storage>& model, const int* tokens, size_t B, size_t T, Stream*
                                 stream);
     }
 
+    enter(1 + model.config.layers);
     const GptLayerActivations<Storage>& last = a.layers.back();
     residual_layernorm_forward(last.residual_out, a.lnf, a.lnf_mean, a.lnf_rstd, last.residual_mid, a.branch,
                                p.lnf_weight, p.lnf_bias, N, C, stream);
@@ -510,15 +559,20 @@ void restore_layer(const Gpt<Storage>& model, size_t l, size_t B, size_t T, Stre
 // residual stream: a branch's output has it too, because a sum hands its gradient to both of its terms, and
 // a LayerNorm that read the stream adds its part to it.
 template <typename Storage>
-void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
+void backward(Gpt<Storage>& model, size_t B, size_t T, const GptHooks& hooks, Stream* stream) {
     const size_t N = B * T, C = model.config.channels, NH = model.config.heads;
     const GptTensors<Storage>& p = model.p;
     const GptTensors<float>& g = model.g;
     const GptActivations<Storage>& a = model.a;
 
+    const auto leave = [&](size_t stage) {
+        if (hooks.after_backward) hooks.after_backward(stage);
+    };
+
     device_memset_zero(a.dresidual, N * C * sizeof(Storage), stream);
     layernorm_backward(a.dresidual, g.lnf_weight, g.lnf_bias, a.dbranch, a.layers.back().residual_out,
                        a.lnf_mean, a.lnf_rstd, p.lnf_weight, N, C, stream);
+    leave(1 + model.config.layers);
 
     for (size_t l = model.config.layers; l-- > 0;) {
         const GptLayer<Storage>& w = p.layers[l];
@@ -542,10 +596,12 @@ void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
                                  N, C, 3 * C, stream);
         layernorm_backward(a.dresidual, dw.ln1_weight, dw.ln1_bias, a.dbranch, residual_into(a, l),
                            x.ln1_mean, x.ln1_rstd, w.ln1_weight, N, C, stream);
+        leave(1 + l);
     }
 
     // A tied head has already added its part to wte's gradient.
     embedding_backward(g.wte, g.wpe, a.dresidual, a.tokens, B, T, C, stream);
+    leave(0);
 }
 
 }  // namespace
@@ -555,18 +611,18 @@ void backward(Gpt<Storage>& model, size_t B, size_t T, Stream* stream) {
 
 template <typename Storage>
 double gpt_forward_backward(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
-                            float loss_scale, Stream* stream) {
+                            float loss_scale, Stream* stream, const GptHooks& hooks) {
     if (model.grads == nullptr) fail("gpt_forward_backward: the model was not made to be trained");
-    forward(model, tokens, B, T, stream);
+    forward(model, tokens, B, T, hooks, stream);
     const double loss = head_and_loss(model, targets, B * T, true, loss_scale, stream);
-    backward(model, B, T, stream);
+    backward(model, B, T, hooks, stream);
     return loss;
 }
 
 template <typename Storage>
 double gpt_loss(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
                 Stream* stream) {
-    forward(model, tokens, B, T, stream);
+    forward(model, tokens, B, T, {}, stream);
     return head_and_loss(model, targets, B * T, false, 0.0f, stream);
 }
 
@@ -577,7 +633,7 @@ void gpt_logits(Gpt<Storage>& model, float* logits, const int* tokens, size_t B,
                  Vp = model.config.padded_vocab();
     if (first > N || count > N - first)
         fail("gpt_logits: %zu rows from row %zu of a batch of %zu", count, first, N);
-    forward(model, tokens, B, T, stream);
+    forward(model, tokens, B, T, {}, stream);
     for (size_t done = 0; done < count; done += head_chunk) {
         const size_t rows = std::min(head_chunk, count - done);
         logits_forward(model.a.logits, model.a.lnf + (first + done) * C, model.p.head, rows, C, Vp, stream);
@@ -587,15 +643,17 @@ void gpt_logits(Gpt<Storage>& model, float* logits, const int* tokens, size_t B,
     }
 }
 
-#define INSTANTIATE(Storage)                                                                              \
-    template Gpt<Storage> gpt_plan(const GptConfig&, size_t, size_t, bool, Recompute, size_t);            \
-    template Gpt<Storage> gpt_create(const GptConfig&, size_t, size_t, bool, Recompute, size_t, Stream*); \
-    template void gpt_destroy(Gpt<Storage>&, Stream*);                                                    \
-    template void gpt_set_tensor(Gpt<Storage>&, const Parameter&, const float*, Stream*);                 \
-    template void gpt_initialize(Gpt<Storage>&, uint64_t, Stream*);                                       \
-    template double gpt_forward_backward(Gpt<Storage>&, const int*, const int*, size_t, size_t, float,    \
-                                         Stream*);                                                        \
-    template double gpt_loss(Gpt<Storage>&, const int*, const int*, size_t, size_t, Stream*);             \
+#define INSTANTIATE(Storage)                                                                             \
+    template Gpt<Storage> gpt_plan(const GptConfig&, size_t, size_t, bool, Recompute, size_t,            \
+                                   const Ownership*);                                                    \
+    template Gpt<Storage> gpt_create(const GptConfig&, size_t, size_t, bool, Recompute, size_t, Stream*, \
+                                     const Ownership*);                                                  \
+    template void gpt_destroy(Gpt<Storage>&, Stream*);                                                   \
+    template void gpt_set_tensor(Gpt<Storage>&, const Parameter&, const float*, Stream*);                \
+    template void gpt_initialize(Gpt<Storage>&, uint64_t, Stream*);                                      \
+    template double gpt_forward_backward(Gpt<Storage>&, const int*, const int*, size_t, size_t, float,   \
+                                         Stream*, const GptHooks&);                                      \
+    template double gpt_loss(Gpt<Storage>&, const int*, const int*, size_t, size_t, Stream*);            \
     template void gpt_logits(Gpt<Storage>&, float*, const int*, size_t, size_t, size_t, size_t, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)

@@ -5,11 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "kernels/device.h"
 #include "kernels/dtype.h"
+#include "optim/ownership.h"
 #include "optim/parameter_table.h"
 
 struct GptConfig {
@@ -35,6 +37,14 @@ void gpt_check(const GptConfig& config, const std::string& path = "");
 // The parameter table: wte, wpe, the layers' twelve tensors each, ln_f, and lm_head where untied.
 // GPT-2 initialisation: normal(0, 0.02), residual projections 0.02/sqrt(2 layers), biases 0, gains 1.
 ParameterTable gpt_parameter_table(const GptConfig& config);
+
+// The tensors by when they are used and done with, as ranges of the table: the forward reaches the stages in
+// this order, and the backward completes their gradients in the reverse. The embeddings, each layer, and last
+// the final LayerNorm with an untied head.
+struct GptStage {
+    size_t first_parameter, end_parameter;
+};
+std::vector<GptStage> gpt_stages(const GptConfig& config);
 
 // Number of parameters that exist outside (padding not counted).
 size_t gpt_parameter_count(const ParameterTable& table);
@@ -103,10 +113,11 @@ template <typename Storage>
 struct Gpt {
     GptConfig config;
     ParameterTable table;
+    Ownership ownership;
     size_t B = 0, T = 0;  // the largest batch that the activations hold
     Recompute recompute = Recompute::none;
     Storage* params = nullptr;  // arenas
-    float* master = nullptr;    // the parameters before rounding; null for float, and where not trained
+    float* master = nullptr;    // own parameters before rounding; null for float, and where not trained
     float* grads = nullptr;     // null in a model that is not trained
     char* activations = nullptr;
     size_t params_bytes = 0, master_bytes = 0, grads_bytes = 0, activations_bytes = 0;
@@ -119,15 +130,16 @@ struct Gpt {
 // has at least min_workspace bytes, since the optimizer works in it. With trainable = false there are no
 // gradients, no master copy and only one layer's activations, whatever recompute says. 16-bit parameters that
 // are trained have an fp32 master copy: an update is often less than half a unit in their last place, and
-// would be lost (Micikevicius et al. 2017, arXiv:1710.03740).
+// would be lost (Micikevicius et al. 2017, arXiv:1710.03740). Of the blocks that are other ranks' there is
+// none.
 template <typename Storage>
 Gpt<Storage> gpt_plan(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
-                      size_t min_workspace);
+                      size_t min_workspace, const Ownership* ownership = nullptr);
 
 // The planned model with its memory; parameters, master copy and gradients are zeros.
 template <typename Storage>
 Gpt<Storage> gpt_create(const GptConfig& config, size_t B, size_t T, bool trainable, Recompute recompute,
-                        size_t min_workspace, Stream* stream);
+                        size_t min_workspace, Stream* stream, const Ownership* ownership = nullptr);
 template <typename Storage>
 void gpt_destroy(Gpt<Storage>& model, Stream* stream);
 
@@ -140,12 +152,19 @@ void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float
 template <typename Storage>
 void gpt_initialize(Gpt<Storage>& model, uint64_t seed, Stream* stream);
 
+// What a caller does around the stages of a micro-batch: before the forward reads a stage's parameters, and
+// after the backward has completed its gradients. Called with the stage's number, while the ops before are
+// queued and may not have run.
+struct GptHooks {
+    std::function<void(size_t stage)> before_forward, after_backward;
+};
+
 // Forward and backward of one micro-batch of host tokens and targets (B,T), B <= model.B, T <= model.T:
 // gradients += d(loss_scale * sum of the token losses); returns the sum of the token losses, in nats.
 // For a mean over M tokens give loss_scale = 1/M.
 template <typename Storage>
 double gpt_forward_backward(Gpt<Storage>& model, const int* tokens, const int* targets, size_t B, size_t T,
-                            float loss_scale, Stream* stream);
+                            float loss_scale, Stream* stream, const GptHooks& hooks = {});
 
 // Forward only: the sum of the token losses.
 template <typename Storage>

@@ -21,10 +21,10 @@ void adamw_step(const Optimizer& optimizer, Storage* params, float* master, cons
     step.grad_scale = grad_scale;
 
     for (const OptimizerSlot& slot : optimizer.slots) {
-        if (slot.muon) continue;
+        if (slot.muon || !slot.own) continue;
         step.weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
         const size_t offset = slot.offset();
-        adamw_update(params + offset, master == nullptr ? nullptr : master + offset,
+        adamw_update(params + offset, master == nullptr ? nullptr : master + slot.master_offset,
                      static_cast<State*>(slot.first), static_cast<State*>(slot.second), grads + offset,
                      slot.size(), step, optimizer_rounding(optimizer, slot), stream);
     }

@@ -6,25 +6,22 @@
 
 #include "kernels/kernels.h"
 
-size_t table_blocks(const ParameterTable& table) {
-    size_t blocks = 0;
-    for (const Parameter& parameter : table) blocks += parameter.blocks.size();
-    return blocks;
+std::vector<double> block_squares(const float* grads, const ParameterTable& table, const Ownership& ownership,
+                                  double* device_sums, Stream* stream) {
+    std::vector<double> sums(table_blocks(table));
+    device_memset_zero(device_sums, sums.size() * sizeof(double), stream);
+    for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
+        if (!ownership.own(number)) return;
+        const float* first = grads + parameter.offset + block.first_row * parameter.cols;
+        sum_of_squares(device_sums + number, first, block.rows, parameter.cols, stream);
+    });
+    copy_to_host(sums.data(), device_sums, sums.size() * sizeof(double), stream);
+    return sums;
 }
 
-double global_grad_norm(const float* grads, const ParameterTable& table, double* device_sums,
-                        Stream* stream) {
-    size_t index = 0;
-    for (const Parameter& parameter : table) {
-        for (const Block& block : parameter.blocks) {
-            const float* first = grads + parameter.offset + block.first_row * parameter.cols;
-            sum_of_squares(device_sums + index++, first, block.rows, parameter.cols, stream);
-        }
-    }
-    std::vector<double> sums(index);
-    copy_to_host(sums.data(), device_sums, index * sizeof(double), stream);
+double global_grad_norm(const std::vector<double>& squares) {
     double total = 0.0;
-    for (double sum : sums) total += sum;
+    for (const double square : squares) total += square;
     return std::sqrt(total);
 }
 

@@ -64,12 +64,14 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
                 const size_t offset = slot.offset();
                 // The decay uses the learning rate itself, not the one that the shape scales.
                 const float weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
-                muon_update(params + offset, master == nullptr ? nullptr : master + offset,
+                muon_update(params + offset, master == nullptr ? nullptr : master + slot.master_offset,
                             updates + i * size, size, lr, scale, weight_decay, stream);
             }
             degenerate += count;
+            optimizer.orthogonalized += count;
         }
     }
+    if (degenerate == optimizer.degenerate) return;
     std::vector<int> flags(static_cast<size_t>(degenerate - optimizer.degenerate));
     copy_to_host(flags.data(), optimizer.degenerate, flags.size() * sizeof(int), stream);
     optimizer.degenerate_updates += std::accumulate(flags.begin(), flags.end(), uint64_t{0});

@@ -24,7 +24,7 @@ void check_blocks(const Parameter& parameter) {
 std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
     std::vector<std::vector<size_t>> batches;
     for (size_t i = 0; i < slots.size(); i++) {
-        if (!slots[i].muon) continue;
+        if (!slots[i].muon || !slots[i].own) continue;
         const auto same_shape = [&](const std::vector<size_t>& batch) {
             const OptimizerSlot& other = slots[batch.front()];
             return other.block.rows == slots[i].block.rows &&
@@ -60,26 +60,28 @@ void optimizer_check(const OptimizerConfig& config) {
         fail("--state-dtype %s: must be fp32 or bf16", dtype_name(config.state_dtype));
 }
 
-Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table) {
+Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table,
+                         const Ownership* ownership) {
     optimizer_check(config);
     Optimizer optimizer;
     optimizer.config = config;
     optimizer.newton_schulz = newton_schulz_set(config.muon_ns, config.muon_ns_steps);
-    for (const Parameter& parameter : table) {
-        check_blocks(parameter);
+    for (const Parameter& parameter : table) check_blocks(parameter);
+    const Ownership all = own_all(table);
+    const Ownership& owners = ownership == nullptr ? all : *ownership;
+    for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
         const bool muon = config.kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
-        for (const Block& block : parameter.blocks) {
-            const OptimizerSlot slot{&parameter, block, muon, nullptr, nullptr};
-            optimizer.state_elements += (muon ? 1 : 2) * aligned_elements(slot.size());
-            optimizer.slots.push_back(slot);
-        }
-    }
+        const OptimizerSlot slot{&parameter, block, muon, owners.own(number), owners.master_offset[number]};
+        if (slot.own) optimizer.state_elements += (muon ? 1 : 2) * aligned_elements(slot.size());
+        optimizer.slots.push_back(slot);
+    });
     optimizer.muon_batches = batches_of_equal_shape(optimizer.slots);
     return optimizer;
 }
 
-Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream) {
-    Optimizer optimizer = optimizer_plan(config, table);
+Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream,
+                           const Ownership* ownership) {
+    Optimizer optimizer = optimizer_plan(config, table, ownership);
     optimizer.newton_schulz_dtype =
         config.muon_ns_dtype.value_or(device_has_fast_fp16(stream) ? Dtype::fp16 : Dtype::fp32);
     const size_t bytes = optimizer_state_bytes(optimizer);
@@ -88,6 +90,7 @@ Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& 
     optimizer.degenerate = static_cast<int*>(device_malloc(optimizer.slots.size() * sizeof(int), stream));
     char* next = static_cast<char*>(optimizer.state);
     for (OptimizerSlot& slot : optimizer.slots) {
+        if (!slot.own) continue;
         const size_t vector_bytes = aligned_elements(slot.size()) * dtype_size(config.state_dtype);
         slot.first = next;
         next += vector_bytes;

@@ -15,6 +15,7 @@
 #include "kernels/dtype.h"
 #include "kernels/kernels.h"
 #include "optim/newton_schulz.h"
+#include "optim/ownership.h"
 #include "optim/parameter_table.h"
 
 enum class OptimizerKind { adamw, muon };
@@ -45,8 +46,10 @@ struct OptimizerSlot {
     const Parameter* parameter;
     Block block;
     bool muon;
-    void* first;   // Muon: momentum; AdamW: m
-    void* second;  // AdamW: v; null for Muon
+    bool own;                // else another rank updates it, and there is no state here
+    size_t master_offset;    // of the block's master weights in their arena
+    void* first = nullptr;   // Muon: momentum; AdamW: m
+    void* second = nullptr;  // AdamW: v; null for Muon
 
     size_t size() const { return block.rows * parameter->cols; }
     size_t offset() const { return parameter->offset + block.first_row * parameter->cols; }
@@ -57,12 +60,13 @@ struct Optimizer {
     std::vector<NewtonSchulzStep> newton_schulz;
     Dtype newton_schulz_dtype = Dtype::fp32;        // known once there is a device
     std::vector<OptimizerSlot> slots;               // in table order
-    std::vector<std::vector<size_t>> muon_batches;  // Muon's slots, those of equal shape together
+    std::vector<std::vector<size_t>> muon_batches;  // Muon's own slots, those of equal shape together
     void* state = nullptr;                          // one arena
     size_t state_elements = 0;
     int* degenerate = nullptr;        // one flag a slot; the first are those of muon_batches, in order
     uint64_t steps = 0;               // optimizer steps taken: t of AdamW's bias correction
     uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
+    uint64_t orthogonalized = 0;      // matrices that went through Newton-Schulz so far
 };
 
 // Fails, naming the option, on a decay, average or epsilon out of range, and on state that is neither fp32
@@ -70,12 +74,14 @@ struct Optimizer {
 void optimizer_check(const OptimizerConfig& config);
 
 // The optimizer without its memory: which slot is whose, and how much state and workspace it takes. `table`
-// must outlive it. Fails, naming the option, on illegal settings, and on a table whose blocks do not tile
-// their tensors.
-Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table);
+// must outlive it; without an ownership all of it is this rank's. Fails, naming the option, on illegal
+// settings, and on a table whose blocks do not tile their tensors.
+Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table,
+                         const Ownership* ownership = nullptr);
 
 // The planned optimizer with its state, zeroed.
-Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream);
+Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream,
+                           const Ownership* ownership = nullptr);
 void optimizer_destroy(Optimizer& optimizer, Stream* stream);
 
 // The random bits of a slot's rounding in the current step. They follow a number's place in the parameters'
@@ -89,10 +95,10 @@ size_t optimizer_state_bytes(const Optimizer& optimizer);
 // Muon. More lets the matrices of a shape be orthogonalised in larger batches, never with other bits.
 size_t optimizer_minimum_workspace(const Optimizer& optimizer);
 
-// One step on all tensors: gradients are multiplied by grad_scale (clipping, unscaling) first.
+// One step on all own slots: gradients are multiplied by grad_scale (clipping, unscaling) first.
 // The gradients must be finite, for a NaN stays in momentum and moments: skip a step whose global norm is
-// not. params, master and grads are the arenas of the table; master, the
-// fp32 copy that 16-bit params are rounded from, is null where Storage is float. workspace: memory
+// not. params and grads are the arenas of the table; master, the fp32 copy
+// that 16-bit params are rounded from, is null where Storage is float. workspace: memory
 // that is dead between backward and the next forward. Fails, with nothing changed, if it is too small.
 template <typename Storage>
 void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
