@@ -28,7 +28,7 @@ FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math 
          -Wall -Wextra -Wshadow -Wno-unknown-warning-option -Wno-restrict -Wno-maybe-uninitialized -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
 
 OPS := $(wildcard kernels/$(BACKEND)/*.cpp)
-TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_gpt test_program
+TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_gpt test_program
 LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
@@ -68,7 +68,7 @@ ifneq ($(STATIC),)
     LIBS := $(patsubst -lcudart,-lcudart_static -lrt -ldl,$(LIBS:-lxxhash=-l:libxxhash.a)) -l:libgomp.a -lpthread
 endif
 
-LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) $(OPS)
+LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp dist/*.cpp) $(OPS)
 OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.

@@ -181,7 +181,8 @@ double accumulate_gradients(TrainerOf<Storage>& trainer, const int* tokens, cons
 
 template <typename Storage>
 double grad_norm(TrainerOf<Storage>& trainer) {
-    return global_grad_norm(trainer.model.grads, trainer.table, trainer.sums, trainer.stream);
+    return global_grad_norm(block_squares(trainer.model.grads, trainer.table, trainer.model.ownership,
+                                          trainer.sums, trainer.stream));
 }
 
 struct StepResult {

@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,9 +24,14 @@
 #include "data/loader.h"    // loader_batch
 #include "data/tokenize.h"  // the tokenize command
 #include "data/tokenizer.h"
+#include "dist/comm.h"  // ranks
+#include "dist/data_parallel.h"
+#include "dist/launcher.h"
+#include "dist/layout.h"  // assign_owners
 #include "kernels/device.h"
 #include "kernels/error.h"
 #include "kernels/kernels.h"  // gemm_batched, for the matmul ceiling
+#include "kernels/tree.h"     // tree_fold
 #include "model/checkpoint.h"
 #include "model/gpt.h"  // gpt_forward_backward
 #include "model/huggingface.h"
@@ -77,6 +84,7 @@ struct Run {
     TrainOptions options;
     json values;                // the options, for the log and checkpoints
     bool warmup_given = false;  // else the default gives way to a short run
+    Comm* comm = nullptr;       // of all ranks; this one's part of the work is below
     Stream* stream = nullptr;
     RunLog log;
     Console console;
@@ -86,8 +94,11 @@ struct Run {
     Loader train, val;        // val.files is empty without --val-data
     Gpt<Storage> model;
     Optimizer optimizer;
+    Ownership ownership;  // which blocks this rank updates
+    DataParallel parallel;
     LossScaler scaler;            // stays at 1 but for fp16
     double* norm_sums = nullptr;  // device, one a block
+    std::vector<double> squares;  // of the last step's gradients, by block
     size_t T = 0;                 // tokens a row
     size_t micro_batches_per_step = 0;
     bool resumed = false;              // from a checkpoint
@@ -99,7 +110,17 @@ struct Run {
     double matmul_ceiling = 0;         // FLOP/s of a large product: what MFU is measured against
     double flops_per_token = 0;        // forward and backward
     double val_loss = NAN;             // the last one
+    bool stop = false;                 // a signal came, to any rank
     std::vector<int> inputs, targets;  // one micro-batch
+
+    bool leads() const { return comm_rank(comm) == 0; }
+    DeviceConfig device() const {
+        const RankEnvironment& place = comm_environment(comm);
+        return {.index = place.local_rank,
+                .threads = options.threads,
+                .sharers = place.local_ranks,
+                .tf32 = options.tf32};
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------
@@ -174,14 +195,15 @@ GptConfig choose_config(const TrainOptions& o, const std::string& checkpoint, co
 template <typename Storage>
 void plan_steps(Run<Storage>& run) {
     TrainOptions& o = run.options;
-    const size_t micro_tokens = o.batch_size * run.T;
-    if (o.tokens_per_step % micro_tokens != 0) {
-        const size_t below = o.tokens_per_step / micro_tokens * micro_tokens;
+    const size_t micro_tokens = o.batch_size * run.T, leaves = o.virtual_ranks;
+    if (o.tokens_per_step % (micro_tokens * leaves) != 0) {
+        const size_t unit = micro_tokens * leaves, below = o.tokens_per_step / unit * unit;
+        const std::string shared = leaves == 1 ? "" : " times " + std::to_string(leaves) + " virtual ranks";
         fail(
-            "--tokens-per-step %zu: not a multiple of --batch-size %zu times --seq-len %zu = %zu; %s%zu "
+            "--tokens-per-step %zu: not a multiple of --batch-size %zu times --seq-len %zu%s = %zu; %s%zu "
             "would be",
-            o.tokens_per_step, o.batch_size, run.T, micro_tokens,
-            below > 0 ? (std::to_string(below) + " or ").c_str() : "", below + micro_tokens);
+            o.tokens_per_step, o.batch_size, run.T, shared.c_str(), unit,
+            below > 0 ? (std::to_string(below) + " or ").c_str() : "", below + unit);
     }
     run.micro_batches_per_step = o.tokens_per_step / micro_tokens;
     if (o.steps == 0) {
@@ -245,6 +267,18 @@ std::string precision_text(const LossScaler& scaler, Dtype dtype, Dtype state_dt
            (scaler.dynamic ? " at the start" : ", fixed");
 }
 
+// "4, each 2 of 8 virtual ranks, gradients added in fp32"
+template <typename Storage>
+std::string ranks_text(const Run<Storage>& run) {
+    const TrainOptions& o = run.options;
+    std::string text = std::to_string(comm_ranks(run.comm));
+    if (o.virtual_ranks > 1) {
+        text += ", each " + std::to_string(run.parallel.own_leaves) + " of " +
+                std::to_string(o.virtual_ranks) + " virtual ranks";
+    }
+    return text + ", gradients reduced in " + dtype_name(o.reduce_dtype);
+}
+
 template <typename Storage>
 std::string configuration_table(const Run<Storage>& run) {
     const TrainOptions& o = run.options;
@@ -268,6 +302,7 @@ std::string configuration_table(const Run<Storage>& run) {
         {"batch", with_commas(o.tokens_per_step) +
                       " tokens a step = " + counted(run.micro_batches_per_step, "micro-batch(es) of ") +
                       counted(o.batch_size, "x ") + std::to_string(run.T)},
+        {"ranks", ranks_text(run)},
         {"length", with_commas(o.steps) + " steps, " + with_commas(o.steps * o.tokens_per_step) + " tokens"},
         {"learning rate", short_number(o.schedule.lr) + ", warm-up " + counted(o.schedule.warmup, "steps, ") +
                               schedule + " to " + short_number(final_lr)},
@@ -287,20 +322,23 @@ std::string ownership_table(const Run<Storage>& run) {
         const Parameter& p = *slot.parameter;
         const std::string name =
             without_layer(p.name) + (slot.block.name.empty() ? "" : " (" + slot.block.name + ")");
+        // An embedding's ranges of rows are one tensor to the reader.
+        const bool goes_on = slot.block.name.empty() && slot.block.first_row > 0;
+        const size_t shape_rows = slot.block.name.empty() ? p.used_rows : slot.block.rows;
         const auto same =
             std::find_if(rows.begin() + 1, rows.end(), [&](const auto& row) { return row[0] == name; });
         // Rows that only pad a table are no parameters, but have state.
-        const size_t rows_used = std::min(slot.block.rows, p.used_rows - slot.block.first_row);
+        const size_t used = std::max(p.used_rows, slot.block.first_row) - slot.block.first_row;
+        const size_t rows_used = std::min(slot.block.rows, used);
         const size_t parameters = rows_used * p.cols;
-        const size_t state =
-            slot.size() * dtype_size(run.optimizer.config.state_dtype) * (slot.second != nullptr ? 2 : 1);
+        const size_t state = slot.size() * dtype_size(run.optimizer.config.state_dtype) * (slot.muon ? 1 : 2);
         if (same == rows.end()) {
             rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
-                            std::to_string(rows_used) + " x " + std::to_string(p.cols),
+                            std::to_string(shape_rows) + " x " + std::to_string(p.cols),
                             std::to_string(parameters), p.weight_decay ? "yes" : "no",
                             std::to_string(state)});
         } else {
-            add((*same)[2], 1);
+            if (!goes_on) add((*same)[2], 1);
             add((*same)[4], parameters);
             add((*same)[6], state);
         }
@@ -315,7 +353,7 @@ std::string ownership_table(const Run<Storage>& run) {
 size_t muon_state_bytes(const Optimizer& optimizer) {
     size_t elements = 0;
     for (const OptimizerSlot& slot : optimizer.slots) {
-        if (slot.muon) elements += aligned_elements(slot.size());
+        if (slot.muon && slot.own) elements += aligned_elements(slot.size());
     }
     return elements * dtype_size(optimizer.config.state_dtype);
 }
@@ -343,6 +381,8 @@ std::string memory_table(const Run<Storage>& run) {
     add("AdamW's state", optimizer_state_bytes(run.optimizer) - muon);
     add("Muon's state", muon);
     add(activations, model.activations_bytes);
+    add("sums of earlier leaves (fp32)", run.parallel.kept_bytes);
+    add("gradients on their way", run.parallel.staging_bytes);
     add("a sum and a flag for each block", blocks * (sizeof(double) + sizeof(int)));
     add("scratch of the ops", device_scratch_bytes(run.stream));
     add("all", device_allocated_bytes(run.stream));
@@ -396,9 +436,19 @@ struct Start {
     TrainCommand command;        // a resumed run has the checkpoint's options below those given
 };
 
-Start find_start(const TrainCommand& command) {
-    Start start{console_open(), run_log_open(command.options.out), {}, {}, command};
-    start.checkpoint = find_checkpoint(command.options, start.console);
+// Rank 0 looks; the others are told.
+Start find_start(const TrainCommand& command, Comm* comm) {
+    Start start{console_open(), {}, {}, {}, command};
+    start.console.silent = comm_rank(comm) != 0;
+    std::string found;
+    if (comm_rank(comm) == 0) {
+        start.log = run_log_open(command.options.out);
+        start.checkpoint = find_checkpoint(command.options, start.console);
+        found = std::to_string(start.checkpoint.step) + " " + start.checkpoint.folder;
+    }
+    comm_broadcast(comm, found);
+    start.checkpoint.step = strtoull(found.c_str(), nullptr, 10);
+    start.checkpoint.folder = found.substr(found.find(' ') + 1);
     if (start.checkpoint.folder.empty()) return start;
     start.saved = checkpoint_read_state(start.checkpoint.folder);
     std::vector<std::string> changes;
@@ -443,6 +493,42 @@ void settle_values(Run<Storage>& run, const GptConfig& config) {
     run.values["seq-len"] = run.T;
     run.values["steps"] = run.options.steps;
     run.values["warmup"] = run.options.schedule.warmup;
+    run.values["virtual-ranks"] = run.options.virtual_ranks;
+}
+
+// What all ranks must have alike, a line each: the program, the options but those of a start, and the data,
+// whose path may differ.
+template <typename Storage>
+std::vector<std::string> common_ground(const Run<Storage>& run) {
+    std::vector<std::string> lines = {version_text()};
+    for (const auto& [name, value] : run.values.items()) {
+        if (!option_is_of_a_start(name) && name != "train-data" && name != "val-data")
+            lines.push_back("--" + name + " " + value.dump(-1, ' ', false, json::error_handler_t::replace));
+    }
+    const auto add_data = [&](const char* option, const Loader& loader) {
+        lines.push_back(std::string(option) +
+                        (loader.files.empty() ? "" : " " + loader_fingerprint(loader).dump()));
+    };
+    add_data("--train-data", run.train);
+    add_data("--val-data", run.val);
+    return lines;
+}
+
+// Fails on rank 0, and so everywhere, where a rank was started with something else.
+template <typename Storage>
+void check_ranks_agree(const Run<Storage>& run) {
+    const std::vector<std::string> own = common_ground(run);
+    std::string text;
+    for (const std::string& line : own) text += line + "\n";
+    const std::vector<std::string> texts = comm_gather(run.comm, text);
+    for (size_t rank = 1; rank < texts.size(); rank++) {
+        std::istringstream lines(texts[rank]);
+        std::string line;
+        for (const std::string& expected : own) {
+            if (std::getline(lines, line) && line == expected) continue;
+            fail("ranks disagree: rank %zu has %s, rank 0 %s", rank, line.c_str(), expected.c_str());
+        }
+    }
 }
 
 // The optimizer works in the activations' memory, which is dead between backward and the next forward.
@@ -463,9 +549,9 @@ void rehearse(Run<Storage>& run) {
     console_live(run.console, "setting up: a micro-batch of zeros");
     gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(), run.model.B, run.model.T, 0.0f,
                          run.stream);
-    global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream);
+    block_squares(run.model.grads, run.model.table, run.ownership, run.norm_sums, run.stream);
     update_weights(run, 0, 0.0f);
-    run.optimizer.steps = run.optimizer.degenerate_updates = 0;
+    run.optimizer.steps = run.optimizer.degenerate_updates = run.optimizer.orthogonalized = 0;
 }
 
 // Takes all memory of the run.
@@ -473,15 +559,23 @@ template <typename Storage>
 void create_model(Run<Storage>& run, const GptConfig& config) {
     const TrainOptions& o = run.options;
     const ParameterTable table = gpt_parameter_table(config);
-    const size_t workspace = optimizer_minimum_workspace(optimizer_plan(o.optimizer, table)) * sizeof(float);
+    run.ownership = assign_owners(table, o.optimizer.kind, comm_ranks(run.comm), comm_rank(run.comm));
+    const Optimizer plan = optimizer_plan(o.optimizer, table, &run.ownership);
+    const size_t workspace = optimizer_minimum_workspace(plan) * sizeof(float);
     // The ceiling has a stream of its own: its matrices are gone before the run's memory is taken and
     // counted.
-    run.stream = stream_create({.threads = o.threads, .tf32 = o.tf32});
+    run.stream = stream_create(run.device());
     run.matmul_ceiling = measure_matmul_ceiling<Storage>(run.stream);
     stream_destroy(run.stream);
-    run.stream = stream_create({.threads = o.threads, .tf32 = o.tf32});
-    run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, o.recompute, workspace, run.stream);
-    run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream);
+    comm_sum(run.comm, &run.matmul_ceiling, 1);
+    run.stream = stream_create(run.device());
+    comm_open_transport(run.comm, run.stream);
+    run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, o.recompute, workspace, run.stream,
+                                    &run.ownership);
+    run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream, &run.ownership);
+    run.parallel =
+        data_parallel_create(run.comm, run.model.table, gpt_stages(config), run.ownership,
+                             {o.virtual_ranks, o.reduce_dtype, !o.no_overlap}, run.device(), run.stream);
     run.norm_sums =
         static_cast<double*>(device_malloc(table_blocks(run.model.table) * sizeof(double), run.stream));
     run.flops_per_token = gpt_flops_per_token(config, run.T);
@@ -503,6 +597,12 @@ void take_up(Run<Storage>& run, const Start& start) {
         run.scaler.good_steps = saved.at("loss_scale_good_steps");
     }
     run.micro_batches = saved.at("micro_batches");
+    if (const json before = saved.at("options").at("virtual-ranks"); before != run.options.virtual_ranks) {
+        console_line(run.console,
+                     "--virtual-ranks " + std::to_string(run.options.virtual_ranks) + ", was " +
+                         before.dump() +
+                         ": from here on the bits differ from those of a run without the change");
+    }
     const std::string difference = loader_difference(saved.at("data"), loader_fingerprint(run.train));
     if (difference.empty() && !run.options.new_data) return;
     if (!run.options.new_data) {
@@ -535,18 +635,22 @@ void load_weights(Run<Storage>& run, const FoundCheckpoint& start) {
 // Sets a run up, or resumes it. The order is cheap checks first: a bad option or data file is found before
 // memory is taken.
 template <typename Storage>
-Run<Storage> set_up(const Start& start) {
+Run<Storage> set_up(const Start& start, Comm* comm) {
     Run<Storage> run;
+    run.comm = comm;
     run.console = start.console;
     run.log = start.log;
     run.options = start.command.options;
     run.values = start.command.values;
     run.warmup_given = start.command.given.contains("warmup");
+    if (run.options.virtual_ranks == 0) run.options.virtual_ranks = static_cast<size_t>(comm_ranks(comm));
+    data_parallel_check(run.options.virtual_ranks, comm_ranks(comm));
     run.scaler = choose_scaler(run.options);
     run.resumed = !start.checkpoint.folder.empty();
     const GptConfig config = open_data(run, start.checkpoint.folder);
     plan_steps(run);
     settle_values(run, config);
+    check_ranks_agree(run);
     if (run.resumed) take_up(run, start);
     create_model(run, config);
     load_weights(run, start.checkpoint);
@@ -560,9 +664,70 @@ struct StepResult {
     double loss, grad_norm, lr;
     double seconds, optimizer_seconds;
     double loss_scale;
+    BytesSent bytes_sent;     // by this rank
+    uint64_t orthogonalized;  // matrices, by all ranks
     bool skipped;
     bool hopeless;  // skipped, and no smaller loss scale could help
 };
+
+// Forward and backward over the micro-batches of this rank's leaf `leaf`: its gradients are left in the
+// arena, and those of the rank's last leaf are on their way to their owners. Returns the sum of the token
+// losses.
+template <typename Storage>
+double train_leaf(Run<Storage>& run, size_t leaf, float loss_scale) {
+    DataParallel& parallel = run.parallel;
+    const size_t micro_batches = run.micro_batches_per_step / run.options.virtual_ranks;
+    const uint64_t first = run.micro_batches + (parallel.first_leaf + leaf) * micro_batches;
+    const bool last_leaf = leaf + 1 == parallel.own_leaves;
+    GptHooks hooks;
+    hooks.before_forward = [&](size_t stage) { await_weights(parallel, stage); };
+    device_memset_zero(run.model.grads, run.model.grads_bytes, run.stream);
+    double loss_sum = 0;
+    for (size_t i = 0; i < micro_batches; i++) {
+        if (last_leaf && i + 1 == micro_batches)
+            hooks.after_backward = [&](size_t stage) { reduce_stage(parallel, stage, run.model.grads); };
+        loader_batch(run.train, first + i, run.inputs.data(), run.targets.data());
+        loss_sum += gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(),
+                                         run.options.batch_size, run.T, loss_scale, run.stream, hooks);
+        const size_t own = parallel.own_leaves * micro_batches;
+        if (own > 1) {
+            console_live(run.console, "step " + std::to_string(run.step + 1) + ": micro-batch " +
+                                          std::to_string(leaf * micro_batches + i + 1) + " of " +
+                                          std::to_string(own));
+        }
+    }
+    if (!last_leaf) keep_leaf(parallel, leaf, run.model.grads);
+    return loss_sum;
+}
+
+// The step's gradients, summed over all leaves, on the owners of their blocks. Returns the sum of the token
+// losses of all ranks, and leaves the squares of all blocks: leaf by leaf and block by block, so that neither
+// depends on how many ranks there are.
+template <typename Storage>
+double sum_gradients(Run<Storage>& run, float loss_scale) {
+    const size_t leaves = run.options.virtual_ranks, blocks = table_blocks(run.model.table);
+    std::vector<double> values(leaves + blocks);
+    for (size_t leaf = 0; leaf < run.parallel.own_leaves; leaf++)
+        values[run.parallel.first_leaf + leaf] = train_leaf(run, leaf, loss_scale);
+    run.micro_batches += run.micro_batches_per_step;
+    finish_reduction(run.parallel);
+    run.squares = block_squares(run.model.grads, run.model.table, run.ownership, run.norm_sums, run.stream);
+    std::copy(run.squares.begin(), run.squares.end(), values.begin() + static_cast<std::ptrdiff_t>(leaves));
+    comm_sum(run.comm, values.data(), values.size());
+    run.squares.assign(values.begin() + static_cast<std::ptrdiff_t>(leaves), values.end());
+    return tree_fold<double>(static_cast<unsigned>(leaves), [&](unsigned leaf) { return values[leaf]; });
+}
+
+// The optimizer's counters, which each rank has of its own matrices, as those of all ranks.
+template <typename Storage>
+uint64_t sum_counters(Run<Storage>& run, uint64_t degenerate_before, uint64_t orthogonalized_before) {
+    Optimizer& optimizer = run.optimizer;
+    double counts[] = {static_cast<double>(optimizer.degenerate_updates - degenerate_before),
+                       static_cast<double>(optimizer.orthogonalized - orthogonalized_before)};
+    comm_sum(run.comm, counts, 2);
+    optimizer.degenerate_updates = degenerate_before + static_cast<uint64_t>(counts[0]);
+    return static_cast<uint64_t>(counts[1]);
+}
 
 // Forward and backward over the step's micro-batches, then clip and update. A gradient that is not finite
 // changes nothing: the step is skipped and counted, and only the data position and the loss scale move on.
@@ -571,38 +736,32 @@ StepResult train_step(Run<Storage>& run) {
     const TrainOptions& o = run.options;
     StepResult result = {};
     const double start = now_seconds();
-    device_memset_zero(run.model.grads, run.model.grads_bytes, run.stream);
+    const BytesSent bytes_before = comm_bytes_sent(run.comm);
     const float scale = run.scaler.scale;
-    double loss_sum = 0;
-    for (size_t i = 0; i < run.micro_batches_per_step; i++) {
-        loader_batch(run.train, run.micro_batches++, run.inputs.data(), run.targets.data());
-        loss_sum += gpt_forward_backward(run.model, run.inputs.data(), run.targets.data(), o.batch_size,
-                                         run.T, scale / static_cast<float>(o.tokens_per_step), run.stream);
-        if (run.micro_batches_per_step > 1) {
-            console_live(run.console, "step " + std::to_string(run.step + 1) + ": micro-batch " +
-                                          std::to_string(i + 1) + " of " +
-                                          std::to_string(run.micro_batches_per_step));
-        }
-    }
-    stream_synchronize(run.stream);
+    const double loss_sum = sum_gradients(run, scale / static_cast<float>(o.tokens_per_step));
     const double backward_done = now_seconds();
 
     result.loss = loss_sum / static_cast<double>(o.tokens_per_step);
     result.lr = learning_rate(o.schedule, run.step);
     result.loss_scale = scale;
-    result.grad_norm = global_grad_norm(run.model.grads, run.model.table, run.norm_sums, run.stream) / scale;
+    result.grad_norm = global_grad_norm(run.squares) / scale;
     result.skipped = !std::isfinite(result.grad_norm);
     result.hopeless = result.skipped && !loss_scaler_can_back_off(run.scaler);
     loss_scaler_update(run.scaler, !result.skipped);
     if (!result.skipped) {
         // Unscaled, then clipped: by powers of two, so that the loss scale changes no bit of the update.
         const float grad_scale = clip_factor(result.grad_norm, o.grad_clip) / scale;
+        const uint64_t degenerate = run.optimizer.degenerate_updates,
+                       orthogonalized = run.optimizer.orthogonalized;
         update_weights(run, result.lr, grad_scale);
+        gather_weights(run.parallel, run.model.params);
+        result.orthogonalized = sum_counters(run, degenerate, orthogonalized);
         run.step++;
     } else {
         run.skipped++;
     }
     stream_synchronize(run.stream);
+    result.bytes_sent = comm_bytes_sent(run.comm) - bytes_before;
     result.seconds = now_seconds() - start;
     result.optimizer_seconds = now_seconds() - backward_done;
     return result;
@@ -615,25 +774,43 @@ StepResult train_step(Run<Storage>& run) {
 // step finishes as if there had been none.
 template <typename Storage>
 bool stopping(const Run<Storage>& run) {
-    return stop_requested && run.step < run.options.steps;
+    return (run.stop || stop_requested) && run.step < run.options.steps;
+}
+
+// The same on all ranks, where a signal may have come to any one.
+template <typename Storage>
+bool all_stopping(Run<Storage>& run) {
+    double requests = stop_requested;
+    comm_sum(run.comm, &requests, 1);
+    run.stop = requests > 0;
+    return run.stop && run.step < run.options.steps;
 }
 
 // The mean loss over the first --val-tokens targets, whatever the batch size: the last batch may be smaller.
+// The ranks take batches in turn, and their sums are added batch by batch.
 template <typename Storage>
 void validate(Run<Storage>& run) {
     if (run.val.files.empty()) return;
     const double start = now_seconds();
     const size_t wanted = (run.options.val_tokens + run.T - 1) / run.T;
     const size_t windows = std::min(wanted, loader_windows(run.val));
-    double loss_sum = 0;
-    for (size_t first = 0; first < windows; first += run.options.batch_size) {
-        if (stopping(run)) return;
-        const size_t rows = std::min(run.options.batch_size, windows - first);
-        loader_windows_in_order(run.val, first, rows, run.inputs.data(), run.targets.data());
-        loss_sum += gpt_loss(run.model, run.inputs.data(), run.targets.data(), rows, run.T, run.stream);
-        console_live(run.console,
-                     "validation: row " + std::to_string(first + rows) + " of " + std::to_string(windows));
+    const size_t B = run.options.batch_size, batches = (windows + B - 1) / B;
+    const auto ranks = static_cast<size_t>(comm_ranks(run.comm)),
+               rank = static_cast<size_t>(comm_rank(run.comm));
+    std::vector<double> losses(batches);
+    await_all_weights(run.parallel);
+    for (size_t round = 0; round < batches; round += ranks) {
+        if (all_stopping(run)) return;
+        const size_t batch = round + rank;
+        if (batch >= batches) continue;
+        const size_t rows = std::min(B, windows - batch * B);
+        loader_windows_in_order(run.val, batch * B, rows, run.inputs.data(), run.targets.data());
+        losses[batch] = gpt_loss(run.model, run.inputs.data(), run.targets.data(), rows, run.T, run.stream);
+        console_live(run.console, "validation: row " + std::to_string(batch * B + rows) + " of " +
+                                      std::to_string(windows));
     }
+    comm_sum(run.comm, losses.data(), losses.size());
+    const double loss_sum = std::accumulate(losses.begin(), losses.end(), 0.0);
     const size_t targets = windows * run.T;
     run.val_loss = loss_sum / static_cast<double>(targets);
     const double ms = 1e3 * (now_seconds() - start);
@@ -654,7 +831,8 @@ std::string readable(const Tokenizer& tokenizer, const std::vector<int>& ids) {
 
 template <typename Storage>
 void sample(Run<Storage>& run) {
-    if (run.options.sample_tokens == 0) return;
+    if (run.options.sample_tokens == 0 || !run.leads()) return;
+    await_all_weights(run.parallel);
     SampleConfig config = run.options.sample;
     config.seed = run.options.seed + run.step;  // another text at every step, the same in every run
     std::vector<int> sampled;
@@ -695,8 +873,9 @@ std::string nonfinite_weight(const Run<Storage>& run) {
 
 template <typename Storage>
 void save(Run<Storage>& run) {
-    if (run.log.folder.empty()) return;
+    if (run.options.out.empty()) return;
     const double start = now_seconds();
+    await_all_weights(run.parallel);
     if (const std::string name = nonfinite_weight(run); !name.empty()) {
         fail("step %lu: %s has a weight that is not finite, and is not saved; %s (a lower --lr may help)",
              run.step, name.c_str(), what_is_saved(run).c_str());
@@ -707,9 +886,13 @@ void save(Run<Storage>& run) {
                         {"loss_scale", run.scaler.scale},
                         {"loss_scale_good_steps", run.scaler.good_steps},
                         {"data", loader_fingerprint(run.train)}};
-    checkpoint_save(run.log.folder, run.step, run.model, run.optimizer, state, run.tokenizer_path,
-                    end_of_text(run.tokenizer, run.model.config), run.options.keep, run.stream);
-    run.last_checkpoint = checkpoint_folder(run.log.folder, run.step);
+    const CheckpointRanks ranks = {comm_rank(run.comm), [&run] {
+                                       double nothing = 0;
+                                       comm_sum(run.comm, &nothing, 1);
+                                   }};
+    checkpoint_save(run.options.out, run.step, run.model, run.optimizer, state, run.tokenizer_path,
+                    end_of_text(run.tokenizer, run.model.config), run.options.keep, run.stream, ranks);
+    run.last_checkpoint = checkpoint_folder(run.options.out, run.step);
     const double ms = 1e3 * (now_seconds() - start);
     run_log_write(run.log, "checkpoint", run.step, {{"ms", ms}});
     char text[96];
@@ -719,6 +902,15 @@ void save(Run<Storage>& run) {
 
 // ---------------------------------------------------------------------------------------------------
 // The loop
+
+// Bytes by what they were, each within the node and to other nodes.
+json bytes_json(const BytesSent& bytes) {
+    json result;
+    const char* names[] = {"gradients", "weights", "values"};
+    for (size_t kind = 0; kind < std::size(names); kind++)
+        result[names[kind]] = {bytes.within_node[kind], bytes.between_nodes[kind]};
+    return result;
+}
 
 template <typename Storage>
 void report_step(Run<Storage>& run, const StepResult& result, double loop_start) {
@@ -732,7 +924,9 @@ void report_step(Run<Storage>& run, const StepResult& result, double loop_start)
                    {"ms", 1e3 * result.seconds},
                    {"optimizer_ms", 1e3 * result.optimizer_seconds},
                    {"mfu", mfu},
-                   {"bytes_sent", 0},
+                   {"bytes_sent", result.bytes_sent.total()},
+                   {"bytes_sent_as", bytes_json(result.bytes_sent)},
+                   {"orthogonalized", result.orthogonalized},
                    {"peak_bytes", device_peak_bytes(run.stream)},
                    {"loss_scale", result.loss_scale},
                    {"skipped", run.skipped},
@@ -760,18 +954,14 @@ bool due(const Run<Storage>& run, size_t every) {
     return run.step == run.options.steps || (every != 0 && run.step % every == 0);
 }
 
-// The first tensor with a gradient that is not finite, from the sums that global_grad_norm left.
+// The first tensor with a gradient that is not finite.
 template <typename Storage>
 std::string nonfinite_gradient(const Run<Storage>& run) {
-    std::vector<double> sums(table_blocks(run.model.table));
-    copy_to_host(sums.data(), run.norm_sums, sums.size() * sizeof(double), run.stream);
-    size_t index = 0;
-    for (const Parameter& parameter : run.model.table) {
-        for (size_t block = 0; block < parameter.blocks.size(); block++) {
-            if (!std::isfinite(sums[index++])) return parameter.name;
-        }
-    }
-    return "";
+    std::string name;
+    for_blocks(run.model.table, [&](const Parameter& parameter, const Block&, size_t number) {
+        if (name.empty() && !std::isfinite(run.squares[number])) name = parameter.name;
+    });
+    return name;
 }
 
 // A step that was skipped: said, and given up on when it goes on.
@@ -796,6 +986,35 @@ void report_skip(Run<Storage>& run, const StepResult& result, uint64_t consecuti
     }
 }
 
+// What all ranks have sent since the start.
+template <typename Storage>
+BytesSent all_bytes_sent(Run<Storage>& run) {
+    BytesSent bytes = comm_bytes_sent(run.comm);
+    std::vector<double> counts(bytes.within_node, std::end(bytes.within_node));
+    counts.insert(counts.end(), bytes.between_nodes, std::end(bytes.between_nodes));
+    comm_sum(run.comm, counts.data(), counts.size());
+    const size_t kinds = std::size(bytes.within_node);
+    for (size_t kind = 0; kind < kinds; kind++) {
+        bytes.within_node[kind] = static_cast<uint64_t>(counts[kind]);
+        bytes.between_nodes[kind] = static_cast<uint64_t>(counts[kinds + kind]);
+    }
+    return bytes;
+}
+
+// ", sent by 4 ranks: 12.3 MiB of gradients, 6.1 MiB of weights, 0.1 MiB of values (0.0 MiB between nodes)"
+std::string traffic_text(const BytesSent& bytes, int ranks) {
+    if (ranks == 1) return "";
+    const auto of = [&](Traffic traffic) {
+        const auto kind = static_cast<size_t>(traffic);
+        return mebibytes(bytes.within_node[kind] + bytes.between_nodes[kind]) + " MiB of ";
+    };
+    const uint64_t between =
+        std::accumulate(std::begin(bytes.between_nodes), std::end(bytes.between_nodes), uint64_t{0});
+    return "; sent by " + std::to_string(ranks) + " ranks: " + of(Traffic::gradients) + "gradients, " +
+           of(Traffic::weights) + "weights, " + of(Traffic::values) + "values (" + mebibytes(between) +
+           " MiB between nodes)";
+}
+
 template <typename Storage>
 void train_loop(Run<Storage>& run) {
     const TrainOptions& o = run.options;
@@ -816,7 +1035,7 @@ void train_loop(Run<Storage>& run) {
             if (saved) save(run);  // before anything that may fail for its own reasons
             if (due(run, o.sample_every)) sample(run);
         }
-        if (stopping(run)) {
+        if (all_stopping(run)) {
             if (!saved) save(run);
             console_line(run.console, "stopped by a signal after step " + std::to_string(run.step) +
                                           (o.out.empty() ? "" : "; --resume goes on from here"));
@@ -824,17 +1043,22 @@ void train_loop(Run<Storage>& run) {
         }
     }
     const double seconds = now_seconds() - start;
+    const BytesSent bytes = all_bytes_sent(run);
     run_log_write(run.log, "done", run.step,
                   {{"seconds", seconds},
+                   {"bytes_sent", bytes.total()},
+                   {"bytes_sent_as", bytes_json(bytes)},
                    {"val_loss", run.val_loss},
                    {"skipped", run.skipped},
                    {"peak_bytes", device_peak_bytes(run.stream)}});
     console_line(run.console, "done: " + std::to_string(run.step) + " steps, " + duration(seconds) +
-                                  ", peak memory " + mebibytes(device_peak_bytes(run.stream)) + " MiB");
+                                  ", peak memory " + mebibytes(device_peak_bytes(run.stream)) + " MiB" +
+                                  traffic_text(bytes, comm_ranks(run.comm)));
 }
 
 template <typename Storage>
 void tear_down(Run<Storage>& run) {
+    data_parallel_destroy(run.parallel);
     device_free(run.norm_sums, run.stream);
     optimizer_destroy(run.optimizer, run.stream);
     gpt_destroy(run.model, run.stream);
@@ -845,8 +1069,8 @@ void tear_down(Run<Storage>& run) {
 }
 
 template <typename Storage>
-void train(const Start& start) {
-    Run<Storage> run = set_up<Storage>(start);
+void train(const Start& start, Comm* comm) {
+    Run<Storage> run = set_up<Storage>(start, comm);
     if (run.step >= run.options.steps) {
         console_line(run.console, "step " + std::to_string(run.step) + " of " +
                                       std::to_string(run.options.steps) + ": this run is finished");
@@ -855,7 +1079,9 @@ void train(const Start& start) {
         tables.pop_back();  // console_line ends the line
         console_line(run.console, tables);
         catch_stop_signals();
-        if (run.resumed) {
+        if (!run.leads()) {
+            // its log never writes
+        } else if (run.resumed) {
             run_log_resume(run.log, run.step, run.skipped);
         } else {
             run_log_start(run.log);
@@ -867,6 +1093,7 @@ void train(const Start& start) {
                        {"git", git_commit()},
                        {"program", version_text()},
                        {"device", device_name(run.stream)},
+                       {"ranks", comm_ranks(run.comm)},
                        {"threads", device_threads(run.stream)},
                        {"matmul_ceiling_flops", run.matmul_ceiling}});
         train_loop(run);
@@ -913,22 +1140,38 @@ void generate_text(const GenerateOptions& o) {
     stream_destroy(stream);
 }
 
-void train(const TrainCommand& command) {
-    const Start start = find_start(command);
+void train(const TrainCommand& command, Comm* comm) {
+    comm_set_timeout(comm, command.options.timeout);
+    const Start start = find_start(command, comm);
     switch (start.command.options.dtype) {
         case Dtype::fp32:
-            return train<float>(start);
+            return train<float>(start, comm);
         case Dtype::bf16:
-            return train<bf16_t>(start);
+            return train<bf16_t>(start, comm);
         case Dtype::fp16:
-            return train<fp16_t>(start);
+            return train<fp16_t>(start, comm);
     }
 }
 
-void run_command(std::vector<std::string> arguments) {
+// Returns the exit status.
+int run_rank(const RankEnvironment& environment, const std::vector<std::string>& arguments);
+
+// Trains as a rank of those that a launcher started, or starts as many as --ranks says.
+int train_command(const std::vector<std::string>& arguments, const TrainCommand& parsed, Comm* comm) {
+    const int asked = parsed.options.ranks, ranks = comm_ranks(comm);
+    if (asked > 1 && ranks == 1) return launch_ranks(asked, arguments, run_rank);
+    if (asked != 0 && asked != ranks) fail("--ranks %d: the launcher has started %d", asked, ranks);
+    train(parsed, comm);
+    return 0;
+}
+
+int run_command(std::vector<std::string> arguments, Comm* comm) {
+    const std::vector<std::string> all_arguments = arguments;
     const std::string command = arguments.empty() ? "" : arguments[0];
     const bool named = command == "train" || command == "generate" || command == "tokenize";
     if (named) arguments.erase(arguments.begin());
+    if (named && command != "train" && comm_ranks(comm) > 1)
+        fail("%s: is for one process, and the launcher has started %d", command.c_str(), comm_ranks(comm));
     std::string help;
     if (command == "tokenize") {
         const TokenizeOptions options = parse_tokenize(arguments, help);
@@ -939,9 +1182,30 @@ void run_command(std::vector<std::string> arguments) {
     } else {
         const TrainCommand parsed = parse_train(arguments);
         help = parsed.help;
-        if (help.empty()) train(parsed);
+        if (help.empty()) return train_command(all_arguments, parsed, comm);
     }
-    console_print(help);
+    if (comm_rank(comm) == 0) console_print(help);
+    return 0;
+}
+
+// The program as one rank, from its arguments to its exit status. A rank that fails ends all the others.
+int run_rank(const RankEnvironment& environment, const std::vector<std::string>& arguments) {
+    constexpr double meeting_seconds = 60;
+    Comm* comm = nullptr;
+    std::string failure;
+    try {
+        comm = comm_connect(environment, meeting_seconds);
+        const int status = run_command(arguments, comm);
+        comm_disconnect(comm);
+        return status;
+    } catch (const std::bad_alloc&) {
+        failure = "out of memory; try a smaller --batch-size or model";
+    } catch (const std::exception& error) {
+        failure = error.what();
+    }
+    if (comm != nullptr && comm_ranks(comm) > 1) comm_abort(comm, failure);
+    console_error(failure);
+    return 1;
 }
 
 }  // namespace
@@ -950,13 +1214,9 @@ int main(int argc, char** argv) {
     signal(SIGBUS, report_bus_error);
     signal(SIGXFSZ, SIG_IGN);  // a file-size limit is reported by the write that hits it
     try {
-        run_command(std::vector<std::string>(argv + 1, argv + argc));
-    } catch (const std::bad_alloc&) {
-        console_error("out of memory; try a smaller --batch-size or model");
-        return 1;
+        return run_rank(rank_environment(), std::vector<std::string>(argv + 1, argv + argc));
     } catch (const std::exception& error) {
         console_error(error.what());
         return 1;
     }
-    return 0;
 }

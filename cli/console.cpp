@@ -73,12 +73,13 @@ std::string mebibytes(size_t bytes) { return format("%.1f", static_cast<double>(
 Console console_open() { return {.terminal = isatty(STDOUT_FILENO) == 1}; }
 
 void console_live(Console& console, const std::string& text) {
-    if (!console.terminal) return;
+    if (console.silent || !console.terminal) return;
     console_print(clear_line + printable_line(text));
     console.live = true;
 }
 
 void console_line(Console& console, const std::string& text) {
+    if (console.silent) return;
     std::string incomplete;
     console_print((console.live ? clear_line : "") + printable(text, incomplete) + "\n");
     console.live = false;

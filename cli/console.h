@@ -28,6 +28,7 @@ struct StepReport {
 };
 
 struct Console {
+    bool silent = false;    // one of many ranks: rank 0 alone prints
     bool terminal = false;  // stdout is one: show the live line
     bool live = false;      // a live line is on the screen
 };

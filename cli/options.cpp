@@ -60,6 +60,9 @@ const std::set<std::string> fixed_on_resume = {"model",      "layers",     "head
                                                "vocab-size", "untie-head", "seed",  "optimizer",
                                                "dtype",      "state-dtype"};
 
+const std::set<std::string> of_a_start = {"resume", "new-data",   "out",    "threads",
+                                          "ranks",  "no-overlap", "timeout"};
+
 const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind::adamw},
                                                          {"muon", OptimizerKind::muon}};
 const std::map<std::string, Dtype> dtypes = {
@@ -248,6 +251,23 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "what backward computes again to save memory, to the same bits", group);
     app->add_flag("--tf32", o.tf32, "fp32 products on a GPU round their inputs to TF32")->group(group);
 
+    group = "Ranks";
+    add_number(*app, "--ranks", o.ranks, 0, 2047,
+               "start as many processes on this machine; 0: as mpirun, srun or torchrun say, else one",
+               group);
+    add_number(
+        *app, "--virtual-ranks", o.virtual_ranks, 0, 2047,
+        "shares of a step whose gradients are added in a fixed order: equal numbers give equal bits on "
+        "any number of ranks; 0: as many as ranks",
+        group);
+    add_choice(*app, "--reduce-dtype", o.reduce_dtype, state_dtypes,
+               "what the gradient of a share is rounded to before they are added", group);
+    app->add_flag("--no-overlap", o.no_overlap,
+                  "send gradients and weights after the computation, not beside it")
+        ->group(group);
+    add_number(*app, "--timeout", o.timeout, 1, 86400,
+               "seconds without a sign of life after which a rank is taken for dead", group);
+
     group = "Run";
     add_number(*app, "--seed", o.seed, 0, largest,
                "of initialisation, data order, samples and the rounding of bf16 state", group);
@@ -386,15 +406,15 @@ TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::s
     return options;
 }
 
+bool option_is_of_a_start(const std::string& name) { return of_a_start.contains(name); }
+
 TrainCommand resume_train(const TrainCommand& command, const json& saved_values,
                           std::vector<std::string>& changes) {
     std::vector<std::string> arguments;
     std::set<std::string> given = command.given;
     if (given.contains("epochs")) given.insert("steps");  // the saved steps came from other epochs, or none
     for (const auto& [name, value] : command.values.items()) {
-        // --resume and --new-data speak of this start only, --threads of this machine.
-        const bool of_this_start =
-            name == "resume" || name == "new-data" || name == "threads" || name == "out";
+        const bool of_this_start = option_is_of_a_start(name);
         const bool saved = saved_values.contains(name) && !of_this_start;
         const json& chosen = saved && !given.contains(name) ? saved_values[name] : value;
         if (saved && chosen != saved_values[name]) {

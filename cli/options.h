@@ -37,6 +37,12 @@ struct TrainOptions {
     double loss_scale = 0;
     bool tf32 = false;
     Recompute recompute = Recompute::none;
+    // ranks
+    int ranks = 0;             // to start here; 0: as the launcher says, or one
+    size_t virtual_ranks = 0;  // leaves of a step; 0: as many as ranks
+    Dtype reduce_dtype = Dtype::fp32;
+    bool no_overlap = false;
+    double timeout = 60;
     // run
     uint64_t seed = 1337;
     int threads = 0;
@@ -68,6 +74,9 @@ struct TrainCommand {
 TrainCommand parse_train(const std::vector<std::string>& arguments);
 GenerateOptions parse_generate(const std::vector<std::string>& arguments, std::string& help);
 TokenizeOptions parse_tokenize(const std::vector<std::string>& arguments, std::string& help);
+
+// Whether an option speaks of one start of a run or of its machine, and is no part of what a run is.
+bool option_is_of_a_start(const std::string& name);
 
 // For --resume: the command line again, with the checkpoint's values for every option that was not given.
 // They count as given: nothing is derived anew from a default. Only --epochs, when given, sets the steps

@@ -30,6 +30,7 @@ struct BytesSent {
     uint64_t within_node[3] = {}, between_nodes[3] = {};  // by Traffic
 
     uint64_t total() const;
+    BytesSent operator-(const BytesSent& earlier) const;
 };
 
 // One message: `bytes` of device memory to or from another rank.
@@ -51,6 +52,7 @@ void comm_disconnect(Comm* comm);
 // from a thread of their own.
 void comm_set_timeout(Comm* comm, double seconds);
 
+const RankEnvironment& comm_environment(const Comm* comm);
 int comm_rank(const Comm* comm);
 int comm_ranks(const Comm* comm);
 // The node of each rank, 0, 1, ...: ranks with equal numbers share a machine.

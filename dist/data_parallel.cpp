@@ -45,20 +45,25 @@ size_t elements_of(const std::vector<BlockPlace>& blocks) {
     return elements;
 }
 
-std::vector<Chunk> cut_into_chunks(const std::vector<BlockPlace>& blocks, int ranks, size_t limit) {
+// Chunks of at most `room` elements for each owner, a multiple of 64: a block may be cut, for sums of
+// elements do not know where their block ends.
+std::vector<Chunk> cut_into_chunks(const std::vector<BlockPlace>& blocks, int ranks, size_t room) {
     std::vector<Chunk> chunks;
-    size_t room = 0;
+    std::vector<size_t> filled(static_cast<size_t>(ranks));  // by each owner, over all chunks
     for (BlockPlace block : blocks) {
-        const size_t elements = aligned_elements(block.elements);
-        if (chunks.empty() || elements > room) {
-            chunks.push_back({{}, std::vector<size_t>(static_cast<size_t>(ranks))});
-            room = limit;
+        size_t& place = filled[static_cast<size_t>(block.owner)];
+        for (size_t left = block.elements; left > 0;) {
+            const size_t number = place / room;
+            if (number == chunks.size()) chunks.push_back({{}, std::vector<size_t>(filled.size())});
+            block.staged = place % room;
+            block.elements = std::min(left, room - block.staged);
+            chunks[number].blocks.push_back(block);
+            chunks[number].staged[static_cast<size_t>(block.owner)] =
+                block.staged + aligned_elements(block.elements);
+            block.offset += block.elements;
+            left -= block.elements;
+            place += aligned_elements(block.elements);
         }
-        size_t& staged = chunks.back().staged[static_cast<size_t>(block.owner)];
-        block.staged = staged;
-        staged += elements;
-        room -= std::min(room, elements);
-        chunks.back().blocks.push_back(block);
     }
     return chunks;
 }
@@ -90,16 +95,12 @@ ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptSta
     // A sum of leaves is fp32, on the wire too; a leaf has been rounded.
     const bool leaf_travels = config.leaves == static_cast<size_t>(ranks);
     plan.wire_bytes = leaf_travels ? dtype_size(config.reduce_dtype) : sizeof(float);
-    std::vector<std::vector<BlockPlace>> blocks;
-    size_t limit = 0;
-    for (size_t s = 0; s < stages.size(); s++) {
-        blocks.push_back(blocks_of(table, stages[s], ownership));
-        if (s > 0 && s + 1 < stages.size()) limit = std::max(limit, elements_of(blocks[s]));
-        for (const BlockPlace& block : blocks[s]) limit = std::max(limit, block.elements);
-    }
-    for (const std::vector<BlockPlace>& stage : blocks) {
-        plan.stages.push_back(cut_into_chunks(stage, ranks, limit));
-        plan.weights.push_back(merge_neighbours(stage));
+    const size_t layer = elements_of(blocks_of(table, stages[1], ownership));
+    const size_t room = aligned_elements(layer / static_cast<size_t>(ranks) + 1);
+    for (const GptStage& stage : stages) {
+        const std::vector<BlockPlace> blocks = blocks_of(table, stage, ownership);
+        plan.stages.push_back(cut_into_chunks(blocks, ranks, room));
+        plan.weights.push_back(merge_neighbours(blocks));
         for (const Chunk& chunk : plan.stages.back()) {
             const size_t own = chunk.staged[static_cast<size_t>(ownership.rank)];
             plan.outgoing = std::max(plan.outgoing, elements_of(chunk.blocks) - own);

@@ -30,7 +30,7 @@ struct DataParallelConfig {
 // ranks a power of two of them each. What each plays is then a complete subtree.
 void data_parallel_check(size_t leaves, int ranks);
 
-// A block as the exchange sees it.
+// A block, or a part of one, as the exchange sees it.
 struct BlockPlace {
     size_t offset, elements;  // in the arenas
     int owner;
@@ -52,8 +52,8 @@ struct ExchangePlan {
     size_t outgoing = 0, incoming = 0;             // elements of staging that any chunk needs
 };
 
-// Chunks are no larger than the largest stage between the first and the last, or one block where that is
-// larger: staging takes as much as one layer.
+// A chunk has at most a layer's numbers, the same share of them for each owner: staging takes twice as much
+// as a layer's gradients, once for what goes and once for what comes.
 ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptStage>& stages,
                            const Ownership& ownership, int ranks, const DataParallelConfig& config);
 

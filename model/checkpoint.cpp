@@ -29,9 +29,8 @@ using nlohmann::json;
 namespace fs = std::filesystem;
 
 constexpr const char* format_name = "mugpt-checkpoint";
-constexpr int format_version = 1;
+constexpr int format_version = 2;  // 1 had one block for each embedding
 constexpr const char* state_name = "/state.json";
-constexpr const char* optimizer_name = "/optimizer_000.safetensors";  // one file an owner
 const std::string temporary_prefix = ".tmp_";
 const std::string replaced_prefix = ".old_";
 
@@ -151,6 +150,13 @@ void write_state(const std::string& folder, uint64_t step, const Optimizer& opti
 // -----------------------------------------------------------------------------------------------------
 // Optimizer state
 
+// optimizer_000.safetensors, ...: one file for each rank that saved.
+std::string optimizer_file(int rank) {
+    char name[40];
+    snprintf(name, sizeof(name), "optimizer_%03d.safetensors", rank);
+    return name;
+}
+
 // One vector of one slot in a file: "h.0.attn.c_attn.weight[0:128].momentum".
 struct StateVector {
     std::string name;
@@ -160,10 +166,11 @@ struct StateVector {
     size_t bytes;
 };
 
-// `master` is null where parameters are their own master copy.
+// The vectors of this rank's slots. `master` is null where parameters are their own master copy.
 std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master) {
     std::vector<StateVector> vectors;
     for (const OptimizerSlot& slot : optimizer.slots) {
+        if (!slot.own) continue;
         const std::string block = slot.parameter->name + "[" + std::to_string(slot.block.first_row) + ":" +
                                   std::to_string(slot.block.first_row + slot.block.rows) + "]";
         const std::vector<size_t> shape = {slot.block.rows, slot.parameter->cols};
@@ -173,7 +180,7 @@ std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master
         };
         add(slot.muon ? ".momentum" : ".m", optimizer.config.state_dtype, slot.first);
         add(".v", optimizer.config.state_dtype, slot.second);
-        add(".master", Dtype::fp32, master == nullptr ? nullptr : master + slot.offset());
+        add(".master", Dtype::fp32, master == nullptr ? nullptr : master + slot.master_offset);
     }
     return vectors;
 }
@@ -194,20 +201,39 @@ void write_optimizer(const std::string& path, const Optimizer& optimizer, float*
     safetensors_write(path, tensors, {}, fetch);
 }
 
-void read_optimizer(const std::string& path, Optimizer& optimizer, float* master, Stream* stream) {
-    const SafeTensorsFile file = safetensors_open(path);
-    const std::vector<StateVector> vectors = state_vectors(optimizer, master);
-    if (file.tensors.size() != vectors.size()) {
+// How many tensors all ranks' files hold together.
+size_t saved_vectors(const Optimizer& optimizer, bool with_master) {
+    size_t count = 0;
+    for (const OptimizerSlot& slot : optimizer.slots) count += (slot.muon ? 1 : 2) + (with_master ? 1 : 0);
+    return count;
+}
+
+// This rank's vectors from whichever of the checkpoint's files has them.
+void read_optimizer(const std::string& folder, const json& files, Optimizer& optimizer, float* master,
+                    Stream* stream) {
+    std::vector<SafeTensorsFile> opened;
+    size_t saved = 0;
+    for (int rank = 0; files.contains(optimizer_file(rank)); rank++) {
+        opened.push_back(safetensors_open(folder + "/" + optimizer_file(rank)));
+        saved += opened.back().tensors.size();
+    }
+    if (opened.empty()) fail("%s: has no %s", folder.c_str(), optimizer_file(0).c_str());
+    const std::string path = opened[0].path;
+    if (const size_t needed = saved_vectors(optimizer, master != nullptr); saved != needed) {
         fail(
             "%s: has %zu tensors, this optimizer needs %zu: was it saved with another --optimizer or "
             "--dtype?",
-            path.c_str(), file.tensors.size(), vectors.size());
+            path.c_str(), saved, needed);
     }
-    for (const StateVector& vector : vectors) {
+    for (const StateVector& vector : state_vectors(optimizer, master)) {
+        const auto holder = std::find_if(opened.begin(), opened.end(), [&](const SafeTensorsFile& file) {
+            return file.tensors.contains(vector.name);
+        });
+        const SafeTensorsFile& file = holder == opened.end() ? opened[0] : *holder;
         const SafeTensor& tensor = safetensors_get(file, vector.name, vector.shape);
         if (const std::string expected = safetensors_dtype(vector.dtype); tensor.dtype != expected) {
-            fail("%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype?", path.c_str(),
-                 vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
+            fail("%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype?",
+                 file.path.c_str(), vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
         }
         copy_to_device(vector.data, tensor.data, vector.bytes, stream);
     }
@@ -284,18 +310,27 @@ void prune(const std::string& out, uint64_t step, size_t keep) {
 template <typename Storage>
 void checkpoint_save(const std::string& out, uint64_t step, const Gpt<Storage>& model,
                      const Optimizer& optimizer, const json& state, const std::string& tokenizer,
-                     int end_of_text, size_t keep, Stream* stream) {
+                     int end_of_text, size_t keep, Stream* stream, const CheckpointRanks& ranks) {
     const std::string name = folder_name(step);
     const std::string final_folder = checkpoint_folder(out, step);
     const std::string temporary = out + "/" + temporary_prefix + name;
     const std::string replaced = out + "/" + replaced_prefix + name;
+    const std::string own_file = temporary + "/" + optimizer_file(ranks.rank);
+    if (ranks.rank != 0) {
+        ranks.barrier();  // the folder is there
+        write_optimizer(own_file, optimizer, model.master, stream);
+        ranks.barrier();  // all files are
+        return;
+    }
     clear_leftovers(out);
     try {
         std::error_code error;
         fs::create_directories(temporary, error);
         if (error) fail("%s: cannot create: %s", temporary.c_str(), error.message().c_str());
+        ranks.barrier();
         huggingface_write(temporary, model, end_of_text, stream);
-        write_optimizer(temporary + optimizer_name, optimizer, model.master, stream);
+        write_optimizer(own_file, optimizer, model.master, stream);
+        ranks.barrier();
         if (!tokenizer.empty()) copy_tokenizer(temporary, tokenizer, end_of_text, model.config.seq_len);
         write_state(temporary, step, optimizer, state);
         folder_sync(temporary);
@@ -341,14 +376,16 @@ void checkpoint_load(const std::string& folder, Gpt<Storage>& model, Optimizer& 
     std::vector<std::string> unused;
     huggingface_read(model, folder, unused, stream);
     if (!unused.empty()) fail("%s: the model is smaller than the one saved", unused[0].c_str());
-    read_optimizer(folder + optimizer_name, optimizer, model.master, stream);  // the master copy as it was
+    // The master copy as it was.
+    read_optimizer(folder, state.at("files"), optimizer, model.master, stream);
     optimizer.steps = state.at("optimizer_step").get<uint64_t>();
     optimizer.degenerate_updates = state.at("degenerate_updates").get<uint64_t>();
 }
 
 #define INSTANTIATE(Storage)                                                                           \
     template void checkpoint_save(const std::string&, uint64_t, const Gpt<Storage>&, const Optimizer&, \
-                                  const json&, const std::string&, int, size_t, Stream*);              \
+                                  const json&, const std::string&, int, size_t, Stream*,               \
+                                  const CheckpointRanks&);                                             \
     template void checkpoint_load(const std::string&, Gpt<Storage>&, Optimizer&, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)

@@ -27,10 +27,10 @@ constexpr size_t head_chunk = 256;
 
 constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// An embedding in ranges of rows, about 2^18 numbers each and at most 32: what ranks share among them. They
-// do not depend on how many ranks there are, because the gradient's norm is summed range by range.
+// An embedding in ranges of rows that ranks share among them. They do not depend on how many ranks there are,
+// because the gradient's norm is summed range by range.
 std::vector<Block> row_ranges(size_t rows, size_t cols) {
-    const size_t ranges = std::clamp<size_t>(rows * cols >> 18, 1, std::min<size_t>(32, rows));
+    const size_t ranges = rows * cols >= size_t{1} << 22 ? 32 : rows * cols >= size_t{1} << 16 ? 8 : 1;
     const size_t length = (rows + ranges - 1) / ranges;
     std::vector<Block> result;
     for (size_t first = 0; first < rows; first += length)

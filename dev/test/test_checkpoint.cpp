@@ -973,8 +973,8 @@ TEST(Checkpoint, PassesOverDamage) {
         spill(path, good);
         EXPECT_EQ(checkpoint_find(out.path).step, 2u);
     }
-    rewrite_json(out / "step_00000002/state.json", [](json& content) { content["version"] = 2; });
-    expect_refused([&] { checkpoint_read_state(out / "step_00000002"); }, {"state.json", "version 2"});
+    rewrite_json(out / "step_00000002/state.json", [](json& content) { content["version"] = 1; });
+    expect_refused([&] { checkpoint_read_state(out / "step_00000002"); }, {"state.json", "version 1"});
     rewrite_json(out / "step_00000002/state.json", [](json& content) { content["state"]["lr"] = 7e-4; });
     expect_refused([&] { checkpoint_read_state(out / "step_00000002"); }, {"state.json"});
 }

@@ -1331,7 +1331,7 @@ double norm_of(const Trainer& trainer, int threads = 1) {
     const StreamPointer stream = open_stream(threads);
     Buffer<float> grads(trainer.grads, stream.get());
     Buffer<double> sums(unwritten<double>(table_blocks(trainer.table)), stream.get());
-    return global_grad_norm(grads, trainer.table, sums, stream.get());
+    return global_grad_norm(block_squares(grads, trainer.table, own_all(trainer.table), sums, stream.get()));
 }
 
 TEST(GradientNorm, MatchesDouble) {

@@ -64,6 +64,14 @@ __device__ __forceinline__ void store_pack(Storage* x, const Pack<float, size>& 
     }
 }
 
+template <unsigned size>
+__device__ __forceinline__ Pack<float, size> operator+(const Pack<float, size>& a,
+                                                       const Pack<float, size>& b) {
+    Pack<float, size> sum;
+    for (unsigned i = 0; i < size; i++) sum.element[i] = a.element[i] + b.element[i];
+    return sum;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Elementwise kernels: a thread takes 4 neighbours, so that a warp reads 512 bytes of fp32 without a gap
 

@@ -42,14 +42,6 @@ __global__ void __launch_bounds__(elementwise_threads)
     });
 }
 
-template <unsigned size>
-__device__ __forceinline__ Pack<float, size> operator+(const Pack<float, size>& a,
-                                                       const Pack<float, size>& b) {
-    Pack<float, size> sum;
-    for (unsigned i = 0; i < size; i++) sum.element[i] = a.element[i] + b.element[i];
-    return sum;
-}
-
 template <typename Storage>
 __global__ void __launch_bounds__(elementwise_threads)
     tree_sum_kernel(float* __restrict__ out, const Storage* __restrict__ parts, unsigned count, size_t stride,
