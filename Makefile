@@ -32,6 +32,9 @@ TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli te
 LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
+ifeq ($(BACKEND),cpu)
+    TESTS += test_dist
+endif
 ifeq ($(BACKEND),cuda)
     ifeq ($(NVCC),)
         $(error make cuda: nvcc is not there; install the CUDA toolkit, or use `make cpu`)
