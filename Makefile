@@ -71,7 +71,11 @@ ifneq ($(STATIC),)
     LIBS := $(patsubst -lcudart,-lcudart_static -lrt -ldl,$(LIBS:-lxxhash=-l:libxxhash.a)) -l:libgomp.a -lpthread
 endif
 
-LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp dist/*.cpp) $(OPS)
+# Between ranks, the CPU's data goes by TCP.
+TRANSPORT := dist/transport_$(if $(filter cpu,$(BACKEND)),tcp,none).cpp
+
+LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) \
+           $(filter-out dist/transport_%,$(wildcard dist/*.cpp)) $(TRANSPORT) $(OPS)
 OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.

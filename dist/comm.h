@@ -1,9 +1,8 @@
 // What the ranks of a data-parallel run say to each other. A rank is a process with its own device; rank 0
 // leads. There are two planes:
 //
-//   control  TCP connections of every rank to rank 0: the meeting at the start, small host values,
-//   heartbeats,
-//            and the news that a rank has failed, which ends them all (control.cpp)
+//   control  TCP connections of every rank to rank 0: the meeting at the start (meeting.h), small host
+//            values, signs of life, and the news that a rank has failed, which ends them all (control.h)
 //   data     gradients and weights between any two ranks, in device memory: NCCL on GPUs, TCP on the CPU
 //            (transport.h, one implementation linked)
 //
@@ -42,10 +41,16 @@ struct Transfer {
 
 // Meets the other ranks: returns when all of them are connected. A rank that is not heard of, or says
 // nothing, for `timeout_seconds` is taken for dead. Fails on an address that cannot be reached or a port that
-// is in use, naming both, and where ranks disagree on their number or two claim the same rank.
-Comm* comm_connect(const RankEnvironment& environment, double timeout_seconds);
+// is in use, naming both. Where ranks have met and disagree on their number, two claim the same rank, or some
+// do not come, the processes of all of them end as by comm_abort.
+//
+// `report` prints the line of a run that has failed, at most once and before any process ends because of it;
+// another thread may call it. The line is of the user's error or an internal one, as Error's what().
+Comm* comm_connect(const RankEnvironment& environment, double timeout_seconds,
+                   void (*report)(const std::string& line));
 
-// Ends the connections of a rank that has finished. Others that have not are not ended by it.
+// Ends the connections of a rank that has finished. Returns when all have called it; one that fails until
+// then still ends them all.
 void comm_disconnect(Comm* comm);
 
 // From here on a rank that gives no sign of life for so long is dead. A long step is not: heartbeats come
@@ -58,14 +63,14 @@ int comm_ranks(const Comm* comm);
 // The node of each rank, 0, 1, ...: ranks with equal numbers share a machine.
 const std::vector<int>& comm_nodes(const Comm* comm);
 
-// Tells every rank why this one ends, and ends them all: rank 0, or the first survivor, prints
-// "rank 3: message" (without "rank 0: " for rank 0's own). Does not return.
+// Tells every rank why this one ends, and ends them all: rank 0 reports "rank 3: message" (without "rank 0: "
+// for rank 0's own). Where rank 0 is gone, rank 1 reports that, unless the launcher does. Does not return.
 [[noreturn]] void comm_abort(Comm* comm, const std::string& message);
 
 // Host values. Every rank must call the same function in the same order.
 //
 // values[i] <- the sum of all ranks' values[i], added in the order of the ranks: the same bits everywhere.
-// One rank's value and zeros elsewhere arrive unchanged, NaN and infinity included.
+// One rank's value and zeros elsewhere arrive unchanged, NaN and infinity included (-0 as 0).
 void comm_sum(Comm* comm, double* values, size_t n);
 // text <- rank 0's.
 void comm_broadcast(Comm* comm, std::string& text);

@@ -1,14 +1,31 @@
 // Ranks: what launchers say about them, what ranks say to each other, and how a run ends when one fails. Each
 // rank is a process of its own, forked or started again from this program.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
 #include <map>
+#include <random>
+#include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "dev/test/temp_folder.h"
+#include "dist/comm.h"
 #include "dist/environment.h"
+#include "dist/sockets.h"
 #include "kernels/error.h"
 
 extern char** environ;
@@ -239,4 +256,388 @@ TEST(Environment, Supervised) {
     clear_launchers_variables();
 }
 
+// ---------------------------------------------------------------------------------------------------
+// Ranks as processes
+
+constexpr double hang_seconds = 30;  // of any one run: after that its processes are killed and it has failed
+
+void print_line(const std::string& line) { fprintf(stderr, "train_gpt: %s\n", line.c_str()); }
+
+void sleep_seconds(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+// In a rank: what does not hold ends the run, as any failure does.
+void require(bool holds, const std::string& what) {
+    if (!holds) fail("does not hold: %s", what.c_str());
+}
+
+using Body = std::function<void(Comm*)>;
+
+// What a program does as a rank.
+int run_rank(const RankEnvironment& environment, double timeout, const Body& body) {
+    Comm* comm = nullptr;
+    try {
+        comm = comm_connect(environment, timeout, print_line);
+        body(comm);
+    } catch (const std::exception& error) {
+        if (comm != nullptr) comm_abort(comm, error.what());
+        print_line(error.what());
+        return 1;
+    }
+    comm_disconnect(comm);
+    return 0;
+}
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+struct Ended {
+    std::vector<int> statuses;  // exit statuses, or -signal
+    std::string err;            // of all ranks together
+    double seconds = 0;
+
+    size_t lines() const { return static_cast<size_t>(std::count(err.begin(), err.end(), '\n')); }
+    bool says(const std::string& text) const { return err.find(text) != std::string::npos; }
+};
+
+// Processes that write to one stderr.
+struct Processes {
+    TempFolder folder;
+    std::vector<pid_t> pids;
+    double started = monotonic_seconds();
+
+    Processes() = default;
+    Processes(const Processes&) = delete;
+
+    // Forks one, which runs `f` and ends with its status.
+    void start(const std::function<int()>& f) {
+        const pid_t pid = fork();
+        if (pid != 0) {
+            pids.push_back(pid);
+            return;
+        }
+        const int err = open((folder / "stderr").c_str(), O_CREAT | O_WRONLY | O_APPEND, 0644);
+        dup2(err, STDERR_FILENO);
+        close(err);
+        _exit(f());
+    }
+
+    // Waits for all of them; kills those that do not end.
+    Ended finish(double limit = hang_seconds) {
+        Ended ended;
+        ended.statuses.assign(pids.size(), 0);
+        std::vector<bool> over(pids.size());
+        const double deadline = monotonic_seconds() + limit;
+        for (size_t left = pids.size(); left > 0;) {
+            for (size_t i = 0; i < pids.size(); i++) {
+                int status = 0;
+                if (over[i] || waitpid(pids[i], &status, WNOHANG) == 0) continue;
+                over[i] = true, left--;
+                ended.statuses[i] = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+            }
+            if (left > 0 && monotonic_seconds() > deadline) {
+                ADD_FAILURE() << "hangs";
+                for (const pid_t pid : pids) kill(pid, SIGKILL);
+            }
+            sleep_seconds(0.002);
+        }
+        ended.seconds = monotonic_seconds() - started;
+        ended.err = read_file(folder / "stderr");
+        return ended;
+    }
+};
+
+// The environments of ranks on this machine, with a socket that rank 0 inherits.
+struct LocalRanks {
+    std::vector<RankEnvironment> environments;
+    int listener = listen_at("127.0.0.1", 0);
+
+    explicit LocalRanks(int ranks) {
+        for (int rank = 0; rank < ranks; rank++) {
+            RankEnvironment& e = environments.emplace_back();
+            e.rank = rank, e.ranks = ranks;
+            e.local_rank = rank, e.local_ranks = ranks;
+            e.port = listening_port(listener);
+        }
+        environments[0].listening_socket = listener;
+    }
+    ~LocalRanks() { close(listener); }
+    LocalRanks(const LocalRanks&) = delete;
+
+    void start(Processes& processes, double timeout, const Body& body) const {
+        for (const RankEnvironment& environment : environments) {
+            processes.start([&] {
+                if (environment.rank != 0) close(listener);
+                return run_rank(environment, timeout, body);
+            });
+        }
+    }
+};
+
+// All ranks run `body` and end with status 0, with nothing on stderr.
+void expect_success(int ranks, const Body& body) {
+    Processes processes;
+    LocalRanks(ranks).start(processes, 20, body);
+    const Ended ended = processes.finish();
+    for (const int status : ended.statuses) EXPECT_EQ(status, 0);
+    EXPECT_EQ(ended.err, "");
+}
+
+// All but the ranks of `killed` end with status 1, and one line says why.
+void expect_failure(const Ended& ended, const std::string& line, const std::vector<int>& killed = {}) {
+    for (size_t rank = 0; rank < ended.statuses.size(); rank++) {
+        const bool was_killed = std::find(killed.begin(), killed.end(), rank) != killed.end();
+        EXPECT_EQ(ended.statuses[rank], was_killed ? -SIGKILL : 1) << "rank " << rank;
+    }
+    EXPECT_EQ(ended.err, line.empty() ? "" : "train_gpt: " + line + "\n");
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Host values
+
+uint64_t bits_of(double x) { return std::bit_cast<uint64_t>(x); }
+
+// Numbers whose sum depends on its order, and the special ones.
+std::vector<double> terms(int rank) {
+    constexpr double inf = INFINITY;
+    const double table[5][8] = {{1e16, -0.0, inf, inf, NAN, 5e-324, 1e308, -0.0},
+                                {1.0, -0.0, 1.0, -inf, 1.0, 5e-324, 1e308, 0.0},
+                                {-1e16, -0.0, inf, 1.0, 1.0, 0.0, -1e308, -0.0},
+                                {1.0, -0.0, -1.0, 1.0, inf, -5e-324, -1e308, -0.0},
+                                {3e-16, -0.0, 0.0, 0.0, 0.0, 1.0, 1.0, -0.0}};
+    return std::vector<double>(table[rank], table[rank] + 8);
+}
+
+TEST(Comm, SumInTheOrderOfRanks) {
+    for (const int ranks : {1, 2, 3, 5}) {
+        expect_success(ranks, [&](Comm* comm) {
+            std::vector<double> expected = terms(0);
+            for (int rank = 1; rank < ranks; rank++) {
+                for (size_t i = 0; i < expected.size(); i++) expected[i] = expected[i] + terms(rank)[i];
+            }
+            std::vector<double> sums = terms(comm_rank(comm));
+            comm_sum(comm, sums.data(), sums.size());
+            for (size_t i = 0; i < sums.size(); i++) {
+                require(
+                    std::isnan(expected[i]) ? std::isnan(sums[i]) : bits_of(sums[i]) == bits_of(expected[i]),
+                    "sum " + std::to_string(i));
+            }
+            const std::string bits(reinterpret_cast<char*>(sums.data()), sums.size() * sizeof(double));
+            for (const std::string& other : comm_gather(comm, bits)) require(other == bits, "same bits");
+            comm_sum(comm, nullptr, 0);
+        });
+    }
+}
+
+TEST(Comm, OneValueAndZerosArriveUnchanged) {
+    expect_success(3, [](Comm* comm) {
+        const std::vector<double> values = {
+            NAN, std::bit_cast<double>(0xfff8000000001234), INFINITY, -INFINITY, 5e-324, 1.0 / 3};
+        for (int owner = 0; owner < 3; owner++) {
+            std::vector<double> sums(values.size());
+            if (comm_rank(comm) == owner) sums = values;
+            comm_sum(comm, sums.data(), sums.size());
+            require(memcmp(sums.data(), values.data(), values.size() * sizeof(double)) == 0, "values");
+        }
+    });
+}
+
+// A text with every byte, of any length.
+std::string text_of(int rank, size_t n) {
+    std::string text(n, '\0');
+    for (size_t i = 0; i < n; i++) text[i] = static_cast<char>(i * 7 + static_cast<size_t>(rank) + (i >> 8));
+    return text;
+}
+
+TEST(Comm, BroadcastAndGather) {
+    for (const int ranks : {1, 2, 4}) {
+        expect_success(ranks, [&](Comm* comm) {
+            const int rank = comm_rank(comm);
+            for (const size_t n : {size_t{0}, size_t{1}, size_t{1} << 20}) {
+                std::string text = rank == 0 ? text_of(0, n) : "mine";
+                comm_broadcast(comm, text);
+                require(text == text_of(0, n), "broadcast");
+                // Every second rank has nothing to say.
+                const auto own = [&](int r) { return r % 2 == 1 ? "" : text_of(r, n); };
+                const std::vector<std::string> texts = comm_gather(comm, own(rank));
+                require(texts.size() == (rank == 0 ? static_cast<size_t>(ranks) : 0), "texts");
+                for (size_t r = 0; r < texts.size(); r++)
+                    require(texts[r] == own(static_cast<int>(r)), "gather");
+            }
+        });
+    }
+}
+
+TEST(Comm, RanksThatCallDifferently) {
+    const auto failure = [](const Body& body) {
+        Processes processes;
+        LocalRanks(3).start(processes, 20, body);
+        return processes.finish();
+    };
+    expect_failure(failure([](Comm* comm) {
+                       double value = 0;
+                       if (comm_rank(comm) == 2) comm_gather(comm, "x");
+                       comm_sum(comm, &value, 1);
+                   }),
+                   "ranks do not do the same: this one is in comm_sum, rank 2 in comm_gather");
+    expect_failure(failure([](Comm* comm) {
+                       double values[2] = {};
+                       comm_sum(comm, values, comm_rank(comm) == 1 ? 2 : 1);
+                   }),
+                   "ranks do not do the same: this one sums 1 values, rank 1 2");
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Exchanges
+
+// Messages of one exchange: sizes[from][to] in the order in which both list them.
+using Pattern = std::vector<std::vector<std::vector<size_t>>>;
+
+Pattern random_pattern(int ranks, unsigned seed) {
+    std::mt19937 random(seed);
+    const size_t n = static_cast<size_t>(ranks);
+    Pattern sizes(n, std::vector<std::vector<size_t>>(n));
+    constexpr size_t some[] = {0, 1, 7, 8, 9, 4096, 65537, 1000003};
+    for (size_t from = 0; from < n; from++) {
+        for (size_t to = 0; to < n; to++) {
+            if (from == to) continue;
+            for (size_t count = random() % 4; count > 0; count--)
+                sizes[from][to].push_back(some[random() % std::size(some)]);
+        }
+    }
+    return sizes;
+}
+
+// Does the exchange and checks every byte.
+void exchange(Comm* comm, const Pattern& sizes, Traffic traffic) {
+    const size_t rank = static_cast<size_t>(comm_rank(comm));
+    std::vector<std::string> out, in;
+    std::vector<std::pair<size_t, size_t>> in_from;  // peer, number of the message
+    std::vector<Transfer> sends, receives;
+    for (size_t peer = 0; peer < sizes.size(); peer++) {
+        for (const size_t n : sizes[rank][peer])
+            out.push_back(text_of(static_cast<int>(rank + out.size()), n));
+        for (size_t i = 0; i < sizes[peer][rank].size(); i++) {
+            in.push_back(std::string(sizes[peer][rank][i], '?'));
+            in_from.push_back({peer, i});
+        }
+    }
+    size_t next = 0;
+    for (size_t peer = 0; peer < sizes.size(); peer++) {
+        for (size_t i = 0; i < sizes[rank][peer].size(); i++, next++)
+            sends.push_back({static_cast<int>(peer), out[next].data(), out[next].size()});
+    }
+    for (size_t i = 0; i < in.size(); i++)
+        receives.push_back({static_cast<int>(in_from[i].first), in[i].data(), in[i].size()});
+    comm_exchange(comm, traffic, sends, receives, nullptr);
+    for (size_t i = 0; i < in.size(); i++) {
+        // What the peer had sent before, to lower ranks and to this one.
+        const auto [peer, number] = in_from[i];
+        size_t before = number;
+        for (size_t lower = 0; lower < rank; lower++) before += sizes[peer][lower].size();
+        require(in[i] == text_of(static_cast<int>(peer + before), in[i].size()),
+                "message " + std::to_string(number) + " from " + std::to_string(peer));
+    }
+}
+
+TEST(Comm, ExchangesOfRandomPatterns) {
+    for (const int ranks : {2, 3, 5, 8}) {
+        SCOPED_TRACE(ranks);
+        expect_success(ranks, [&](Comm* comm) {
+            comm_open_transport(comm, nullptr);
+            for (unsigned seed = 0; seed < 12; seed++)
+                exchange(comm, random_pattern(ranks, seed), Traffic::gradients);
+        });
+    }
+}
+
+TEST(Comm, ExchangesOfUnevenSizes) {
+    constexpr size_t large = size_t{200} << 20;
+    expect_success(2, [&](Comm* comm) {
+        comm_open_transport(comm, nullptr);
+        exchange(comm, {{{}, {large}}, {{large}, {}}}, Traffic::weights);
+        exchange(comm, {{{}, {0, 3 << 20, 0}}, {{5, 0}, {}}}, Traffic::weights);
+        exchange(comm, {{{}, {}}, {{}, {}}}, Traffic::weights);
+        exchange(comm, {{{}, {0}}, {{}, {}}}, Traffic::weights);
+    });
+}
+
+TEST(Comm, SizesThatDiffer) {
+    Processes processes;
+    LocalRanks(2).start(processes, 20, [](Comm* comm) {
+        comm_open_transport(comm, nullptr);
+        char memory[16] = {};
+        const int peer = 1 - comm_rank(comm);
+        if (comm_rank(comm) == 0) {
+            comm_exchange(comm, Traffic::weights, {}, {{peer, memory, 8}}, nullptr);
+        } else {
+            comm_exchange(comm, Traffic::weights, {{peer, memory, 12}}, {}, nullptr);
+        }
+        double value = 0;
+        comm_sum(comm, &value, 1);
+    });
+    expect_failure(processes.finish(), "rank 1 sends 12 bytes where 8 are expected");
+}
+
+TEST(Comm, ATransferToNobody) {
+    for (const int peer : {-1, 1, 2}) {
+        Processes processes;
+        LocalRanks(2).start(processes, 20, [&](Comm* comm) {
+            comm_open_transport(comm, nullptr);
+            char byte = 0;
+            if (comm_rank(comm) == 1) comm_exchange(comm, Traffic::weights, {{peer, &byte, 1}}, {}, nullptr);
+        });
+        expect_failure(processes.finish(),
+                       "rank 1: comm_exchange: rank 1 of 2 has no peer " + std::to_string(peer));
+    }
+}
+
+// Four ranks on two nodes, as their launcher says.
+TEST(Comm, BytesWithinAndBetweenNodes) {
+    LocalRanks ranks(4);
+    for (RankEnvironment& e : ranks.environments) e.node = 7 - e.rank / 2;  // the first is 7, then 6
+    Processes processes;
+    ranks.start(processes, 20, [](Comm* comm) {
+        require(comm_nodes(comm) == std::vector<int>{0, 0, 1, 1}, "nodes");
+        require(comm_bytes_sent(comm).total() == 0, "nothing sent at first");
+        const size_t rank = static_cast<size_t>(comm_rank(comm));
+        double values[3] = {};
+        comm_sum(comm, values, 3);
+        const BytesSent one = comm_bytes_sent(comm);
+        constexpr int v = static_cast<int>(Traffic::values);
+        require(one.within_node[v] == (rank == 0 || rank == 1 ? 24 : 0), "values within");
+        require(one.between_nodes[v] == (rank == 0 ? 48 : rank == 1 ? 0 : 24), "values between");
+        comm_open_transport(comm, nullptr);
+        const BytesSent before = comm_bytes_sent(comm);
+        const Pattern sizes = random_pattern(4, 5);
+        exchange(comm, sizes, Traffic::gradients);
+        exchange(comm, sizes, Traffic::gradients);
+        const BytesSent after = comm_bytes_sent(comm);
+        uint64_t within = 0, between = 0;
+        for (size_t peer = 0; peer < 4; peer++) {
+            for (const size_t n : sizes[rank][peer]) (peer / 2 == rank / 2 ? within : between) += 2 * n;
+        }
+        constexpr int g = static_cast<int>(Traffic::gradients), w = static_cast<int>(Traffic::weights);
+        require(after.within_node[g] == within && after.between_nodes[g] == between, "gradients");
+        require(after.within_node[w] == 0 && after.between_nodes[w] == 0, "weights");
+        require(after.total() - before.total() == within + between, "total");
+    });
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, std::vector<int>(4, 0));
+    EXPECT_EQ(ended.err, "");
+}
+
+// Ranks whose launcher says nothing of nodes are on one where their machine is the same.
+TEST(Comm, NodesByMachine) {
+    expect_success(3, [](Comm* comm) { require(comm_nodes(comm) == std::vector<int>{0, 0, 0}, "nodes"); });
+}
+
 }  // namespace
+
+int main(int argc, char** argv) {
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
+}
