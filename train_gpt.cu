@@ -1188,13 +1188,15 @@ int run_command(std::vector<std::string> arguments, Comm* comm) {
     return 0;
 }
 
+void report_failure(const std::string& line) { console_error(line); }
+
 // The program as one rank, from its arguments to its exit status. A rank that fails ends all the others.
 int run_rank(const RankEnvironment& environment, const std::vector<std::string>& arguments) {
     constexpr double meeting_seconds = 60;
     Comm* comm = nullptr;
     std::string failure;
     try {
-        comm = comm_connect(environment, meeting_seconds);
+        comm = comm_connect(environment, meeting_seconds, report_failure);
         const int status = run_command(arguments, comm);
         comm_disconnect(comm);
         return status;

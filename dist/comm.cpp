@@ -14,6 +14,7 @@
 #include "kernels/error.h"
 
 struct Comm {
+    RankEnvironment environment;
     int rank = 0, ranks = 1;
     Meeting meeting;
     Control control;
@@ -86,9 +87,19 @@ uint64_t BytesSent::total() const {
            std::accumulate(std::begin(between_nodes), std::end(between_nodes), uint64_t{0});
 }
 
+BytesSent BytesSent::operator-(const BytesSent& earlier) const {
+    BytesSent difference;
+    for (size_t kind = 0; kind < std::size(within_node); kind++) {
+        difference.within_node[kind] = within_node[kind] - earlier.within_node[kind];
+        difference.between_nodes[kind] = between_nodes[kind] - earlier.between_nodes[kind];
+    }
+    return difference;
+}
+
 Comm* comm_connect(const RankEnvironment& environment, double timeout_seconds,
                    void (*report)(const std::string& line)) {
     auto comm = std::make_unique<Comm>();
+    comm->environment = environment;
     comm->rank = environment.rank;
     comm->ranks = environment.ranks;
     comm->control.report = report;
@@ -112,6 +123,7 @@ void comm_disconnect(Comm* comm) {
 
 void comm_set_timeout(Comm* comm, double seconds) { comm->control.timeout = seconds; }
 
+const RankEnvironment& comm_environment(const Comm* comm) { return comm->environment; }
 int comm_rank(const Comm* comm) { return comm->rank; }
 int comm_ranks(const Comm* comm) { return comm->ranks; }
 const std::vector<int>& comm_nodes(const Comm* comm) { return comm->meeting.nodes; }
