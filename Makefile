@@ -71,8 +71,10 @@ ifneq ($(STATIC),)
     LIBS := $(patsubst -lcudart,-lcudart_static -lrt -ldl,$(LIBS:-lxxhash=-l:libxxhash.a)) -l:libgomp.a -lpthread
 endif
 
-# Between ranks, the CPU's data goes by TCP.
-TRANSPORT := dist/transport_$(if $(filter cpu,$(BACKEND)),tcp,none).cpp
+# Between ranks, the data of CPUs goes by TCP, that of GPUs by NCCL where it is installed.
+transport_of_cpu := tcp
+transport_of_sim := nccl
+TRANSPORT := dist/transport_$(or $(transport_of_$(BACKEND)),none).cpp
 
 LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) \
            $(filter-out dist/transport_%,$(wildcard dist/*.cpp)) $(TRANSPORT) $(OPS)
