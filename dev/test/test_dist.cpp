@@ -635,6 +635,346 @@ TEST(Comm, NodesByMachine) {
     expect_success(3, [](Comm* comm) { require(comm_nodes(comm) == std::vector<int>{0, 0, 0}, "nodes"); });
 }
 
+// ---------------------------------------------------------------------------------------------------
+// Ranks that fail
+
+enum class Doing { values, exchange, computing };
+
+// Goes on for ever.
+void work(Comm* comm, Doing what) {
+    comm_open_transport(comm, nullptr);
+    std::vector<std::string> out, in;
+    std::vector<Transfer> sends, receives;
+    for (int peer = 0; peer < comm_ranks(comm); peer++) {
+        if (peer == comm_rank(comm)) continue;
+        out.push_back(text_of(0, 8 << 20)), in.push_back(text_of(0, 8 << 20));
+        sends.push_back({peer, out.back().data(), out.back().size()});
+        receives.push_back({peer, in.back().data(), in.back().size()});
+    }
+    for (volatile double x = 1;;) {
+        if (what == Doing::values) {
+            double value = 1;
+            comm_sum(comm, &value, 1);
+        } else if (what == Doing::exchange) {
+            for (size_t i = 0; i < out.size(); i++) sends[i].memory = out[i].data();
+            for (size_t i = 0; i < in.size(); i++) receives[i].memory = in[i].data();
+            comm_exchange(comm, Traffic::gradients, sends, receives, nullptr);
+        } else {
+            x = std::sqrt(x + 1);
+        }
+    }
+}
+
+std::string gone(int rank) {
+    return "rank " + std::to_string(rank) + " is gone: it was killed, or ended without a word";
+}
+
+TEST(Failure, KilledRank) {
+    std::mt19937 random(1);
+    for (const Doing what : {Doing::values, Doing::exchange, Doing::computing}) {
+        for (int victim = 0; victim < 3; victim++) {
+            SCOPED_TRACE(testing::Message() << "doing " << static_cast<int>(what) << ", rank " << victim);
+            Processes processes;
+            LocalRanks(3).start(processes, 20, [&](Comm* comm) { work(comm, what); });
+            sleep_seconds(0.2 + random() % 100 * 1e-3);
+            kill(processes.pids[static_cast<size_t>(victim)], SIGKILL);
+            const double killed = monotonic_seconds();
+            expect_failure(processes.finish(), gone(victim), {victim});
+            EXPECT_LT(monotonic_seconds() - killed, 5);
+        }
+    }
+}
+
+// A launcher that watches over its ranks reports a rank 0 that dies; others do not.
+TEST(Failure, KilledRanksUnderALauncher) {
+    for (int victim = 0; victim < 2; victim++) {
+        LocalRanks ranks(3);
+        for (RankEnvironment& environment : ranks.environments) environment.supervised = true;
+        Processes processes;
+        ranks.start(processes, 20, [](Comm* comm) { work(comm, Doing::values); });
+        sleep_seconds(0.2);
+        kill(processes.pids[static_cast<size_t>(victim)], SIGKILL);
+        expect_failure(processes.finish(), victim == 0 ? "" : gone(victim), {victim});
+    }
+}
+
+// Rank 0 and another at once: the others are left without both.
+TEST(Failure, TwoKilledRanks) {
+    Processes processes;
+    LocalRanks(4).start(processes, 20, [](Comm* comm) { work(comm, Doing::values); });
+    sleep_seconds(0.2);
+    kill(processes.pids[0], SIGKILL);
+    kill(processes.pids[3], SIGKILL);
+    expect_failure(processes.finish(), gone(0), {0, 3});
+}
+
+// One that ends by itself, without a word, is no better.
+TEST(Failure, RankThatExits) {
+    Processes processes;
+    LocalRanks(2).start(processes, 20, [](Comm* comm) {
+        if (comm_rank(comm) == 1) _exit(1);
+        work(comm, Doing::values);
+    });
+    expect_failure(processes.finish(), gone(1));
+}
+
+TEST(Failure, StoppedRank) {
+    Processes runs[2];  // together, to save time
+    const size_t victims[] = {0, 2};
+    for (Processes& processes : runs) {
+        LocalRanks(3).start(processes, 20, [](Comm* comm) {
+            comm_set_timeout(comm, 2);
+            work(comm, Doing::exchange);
+        });
+    }
+    sleep_seconds(0.3);
+    for (size_t i = 0; i < 2; i++) kill(runs[i].pids[victims[i]], SIGSTOP);
+    sleep_seconds(4.5);  // the timeout, the interval of the signs of life and what a busy machine adds
+    for (size_t i = 0; i < 2; i++) {
+        SCOPED_TRACE(victims[i]);
+        kill(runs[i].pids[victims[i]], SIGKILL);  // a stopped process cannot end otherwise
+        expect_failure(
+            runs[i].finish(1),
+            "rank " + std::to_string(victims[i]) + " has given no sign of life for 2 s (--timeout)",
+            {static_cast<int>(victims[i])});
+    }
+}
+
+// All ranks stopped and continued later, as by a batch system or Ctrl-Z, have lost nobody; nor has a rank
+// whose main thread takes its time.
+TEST(Failure, SlownessIsNoDeath) {
+    Processes processes;
+    LocalRanks(3).start(processes, 20, [](Comm* comm) {
+        comm_set_timeout(comm, 1.5);
+        double value = 1;
+        comm_sum(comm, &value, 1);
+        const double start = monotonic_seconds();
+        while (comm_rank(comm) == 1 && monotonic_seconds() - start < 5.5) sleep_seconds(0.01);
+        comm_sum(comm, &value, 1);
+        require(value == 9, "sum");
+    });
+    sleep_seconds(0.5);
+    for (const pid_t pid : processes.pids) kill(pid, SIGSTOP);
+    sleep_seconds(2.5);
+    for (const pid_t pid : processes.pids) {
+        kill(pid, SIGCONT);
+        sleep_seconds(0.2);
+    }
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, std::vector<int>(3, 0));
+    EXPECT_EQ(ended.err, "");
+}
+
+TEST(Failure, Abort) {
+    for (const Doing others : {Doing::values, Doing::exchange, Doing::computing}) {
+        for (const int failing : {0, 2}) {
+            SCOPED_TRACE(testing::Message() << "others " << static_cast<int>(others) << ", rank " << failing);
+            Processes processes;
+            LocalRanks(4).start(processes, 20, [&](Comm* comm) {
+                if (comm_rank(comm) == failing) {
+                    comm_open_transport(comm, nullptr);
+                    sleep_seconds(0.1);
+                    comm_abort(comm, "shard 7: cut off");
+                }
+                work(comm, others);
+            });
+            const Ended ended = processes.finish();
+            expect_failure(ended, failing == 0 ? "shard 7: cut off" : "rank 2: shard 7: cut off");
+            EXPECT_LT(ended.seconds, 3);
+        }
+    }
+}
+
+TEST(Failure, AllAbortAtOnce) {
+    for (int round = 0; round < 5; round++) {
+        Processes processes;
+        LocalRanks(4).start(processes, 20, [](Comm* comm) {
+            double value = 0;
+            comm_sum(comm, &value, 1);
+            comm_abort(comm, "no space left");
+        });
+        const Ended ended = processes.finish();
+        EXPECT_EQ(ended.statuses, std::vector<int>(4, 1));
+        EXPECT_EQ(ended.lines(), 1u);
+        EXPECT_TRUE(ended.says("no space left"));
+    }
+}
+
+TEST(Failure, AbortOfOneRank) {
+    Processes processes;
+    processes.start([] { return run_rank({}, 20, [](Comm* comm) { comm_abort(comm, "alone"); }); });
+    expect_failure(processes.finish(), "alone");
+}
+
+// A rank that has finished waits for the others, and still ends with them.
+TEST(Failure, AfterSomeHaveFinished) {
+    for (const int slow : {0, 2}) {
+        Processes processes;
+        LocalRanks(3).start(processes, 20, [&](Comm* comm) {
+            if (comm_rank(comm) != slow) return;
+            sleep_seconds(0.3);
+            fail("late");
+        });
+        expect_failure(processes.finish(), slow == 0 ? "late" : "rank 2: late");
+    }
+    expect_success(3, [](Comm* comm) { sleep_seconds(0.2 * comm_rank(comm)); });
+    expect_success(3, [](Comm* comm) { sleep_seconds(0.2 * (2 - comm_rank(comm))); });
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Meetings
+
+// Without a socket from a launcher: rank 0 opens the port.
+std::vector<RankEnvironment> separate_ranks(int ranks, const std::string& address = "127.0.0.1") {
+    std::vector<RankEnvironment> environments = LocalRanks(ranks).environments;
+    for (RankEnvironment& environment : environments) {
+        environment.address = address;
+        environment.listening_socket = -1;
+    }
+    return environments;
+}
+
+Ended meet_as(const std::vector<RankEnvironment>& environments, double timeout = 20) {
+    Processes processes;
+    for (const RankEnvironment& environment : environments)
+        processes.start([&] { return run_rank(environment, timeout, [](Comm*) {}); });
+    return processes.finish();
+}
+
+TEST(Meeting, OnEveryKindOfAddress) {
+    for (const char* address : {"127.0.0.1", "localhost", "::1"}) {
+        SCOPED_TRACE(address);
+        const Ended ended = meet_as(separate_ranks(3, address));
+        EXPECT_EQ(ended.statuses, std::vector<int>(3, 0));
+        EXPECT_EQ(ended.err, "");
+    }
+    // Not a loopback address by its looks: rank 0 listens everywhere, ranks exchange through it.
+    char host[256] = "";
+    gethostname(host, sizeof(host) - 1);
+    Processes processes;
+    for (const RankEnvironment& environment : separate_ranks(3, host)) {
+        processes.start([&] {
+            return run_rank(environment, 20, [](Comm* comm) {
+                comm_open_transport(comm, nullptr);
+                exchange(comm, random_pattern(3, 1), Traffic::weights);
+            });
+        });
+    }
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, std::vector<int>(3, 0));
+    EXPECT_EQ(ended.err, "");
+}
+
+TEST(Meeting, PortInUse) {
+    const int listener = listen_at("127.0.0.1", 0);
+    RankEnvironment environment;
+    environment.ranks = 2, environment.port = listening_port(listener);
+    const std::string where = "127.0.0.1:" + std::to_string(environment.port);
+    expect_failure(meet_as({environment}), where + ": cannot listen: Address already in use");
+    close(listener);
+}
+
+TEST(Meeting, NoRank0) {
+    RankEnvironment environment = separate_ranks(2)[1];
+    const std::string where = "127.0.0.1:" + std::to_string(environment.port);
+    expect_failure(meet_as({environment}, 0.5), where + ": cannot connect: Connection refused");
+    environment.address = "nowhere.invalid";
+    EXPECT_TRUE(meet_as({environment}, 0.5).says("nowhere.invalid:"));
+}
+
+TEST(Meeting, WorldSizesThatDiffer) {
+    std::vector<RankEnvironment> environments = separate_ranks(3);
+    environments[2].ranks = 4;
+    const Ended ended = meet_as(environments);
+    EXPECT_EQ(ended.statuses, std::vector<int>(3, 1));
+    EXPECT_EQ(ended.lines(), 1u);
+    EXPECT_TRUE(ended.says("counts 4 ranks, rank 0 counts 3 (WORLD_SIZE)")) << ended.err;
+}
+
+TEST(Meeting, TwoWithOneRank) {
+    std::vector<RankEnvironment> environments = separate_ranks(3);
+    environments[2].rank = 1;
+    expect_failure(meet_as(environments), "two processes claim to be rank 1 (RANK)");
+    environments = separate_ranks(3);
+    environments.push_back(environments[2]);
+    environments.erase(environments.begin() + 1);
+    expect_failure(meet_as(environments), "two processes claim to be rank 2 (RANK)");
+}
+
+TEST(Meeting, MissingRanks) {
+    std::vector<RankEnvironment> environments = separate_ranks(6);
+    environments.pop_back();
+    environments.erase(environments.begin() + 1, environments.begin() + 4);
+    expect_failure(meet_as(environments, 1), "ranks 1-3, 5 of 6 did not arrive within 1 s");
+    environments = separate_ranks(2);
+    environments.pop_back();
+    expect_failure(meet_as(environments, 0.5), "rank 1 of 2 did not arrive within 0.5 s");
+}
+
+// A process of another job that comes to this one's address is sent away; this one goes on.
+TEST(Meeting, RankOfAnotherRun) {
+    std::vector<RankEnvironment> environments = separate_ranks(2);
+    for (RankEnvironment& environment : environments) environment.job = "job 1";
+    RankEnvironment other = environments[1];
+    other.job = "job 2";
+    Processes processes;
+    const auto start = [&](const RankEnvironment& environment) {
+        processes.start([&] { return run_rank(environment, 20, [](Comm*) {}); });
+    };
+    start(environments[0]);
+    start(other);
+    sleep_seconds(0.3);
+    start(environments[1]);
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, (std::vector<int>{0, 1, 0}));
+    EXPECT_EQ(ended.lines(), 1u);
+    EXPECT_TRUE(ended.says("another run meets there")) << ended.err;
+}
+
+// Who knocks at the port and speaks another language, or nothing, neither joins nor delays.
+TEST(Meeting, Strangers) {
+    const std::vector<RankEnvironment> environments = separate_ranks(2);
+    const int port = environments[0].port;
+    Processes processes;
+    const auto body = [](Comm* comm) {
+        double value = 1;
+        comm_sum(comm, &value, 1);
+        require(value == 2, "sum");
+    };
+    processes.start([&] { return run_rank(environments[0], 20, body); });
+    std::vector<int> strangers;
+    const std::string garbage = text_of(3, 100000);
+    for (const std::string& text :
+         {std::string("GET / HTTP/1.1\r\nHost: x\r\n\r\n"), garbage, std::string("muGPT"),
+          std::string("muGPTr01 but no more"), std::string()}) {
+        strangers.push_back(connect_to("127.0.0.1", port, monotonic_seconds() + 10));
+        send_all(strangers.back(), text.data(), text.size());
+    }
+    close(connect_to("127.0.0.1", port, monotonic_seconds() + 10));
+    sleep_seconds(0.1);
+    processes.start([&] { return run_rank(environments[1], 20, body); });
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, (std::vector<int>{0, 0}));
+    EXPECT_EQ(ended.err, "");
+    EXPECT_LT(ended.seconds, 5);
+    for (const int socket : strangers) close(socket);
+}
+
+// Rank 0 dies while the others still wait for a missing one.
+TEST(Meeting, Rank0Dies) {
+    std::vector<RankEnvironment> environments = separate_ranks(4);
+    environments.pop_back();
+    Processes processes;
+    for (const RankEnvironment& environment : environments)
+        processes.start([&] { return run_rank(environment, 20, [](Comm*) {}); });
+    sleep_seconds(0.3);
+    kill(processes.pids[0], SIGKILL);
+    const Ended ended = processes.finish();
+    EXPECT_EQ(ended.statuses, (std::vector<int>{-SIGKILL, 1, 1}));
+    EXPECT_EQ(ended.lines(), 1u);
+    EXPECT_TRUE(ended.says("rank 0 ended while ranks met")) << ended.err;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
