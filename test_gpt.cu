@@ -3,6 +3,9 @@
 //   Golden      logits, loss, gradients and ten steps of both optimizers against PyTorch (dev/reference)
 //   Recompute   the same bits whatever is kept for backward, and the bytes it takes
 //   SixteenBit  logits, loss and gradients with bf16 and fp16 storage; master copies; overfitting
+//   LossScale   what fp16 is without one
+//   Damaged     gradients that are not finite reach nothing, enormous ones are clipped
+//   OptimizerState  its bytes at GPT-2's sizes
 //   WholeModel  finite differences, the same bits on any number of threads, micro-batches, padding,
 //   evaluation
 //               between steps, overfitting
@@ -13,6 +16,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <fstream>
+#include <functional>
 #include <limits>
 #include <set>
 #include <string>
@@ -32,6 +37,7 @@
 #include "model/safetensors.h"
 #include "model/sample.h"
 #include "optim/grad_clip.h"
+#include "optim/loss_scaler.h"
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
 
@@ -190,19 +196,26 @@ struct StepResult {
     bool operator==(const StepResult&) const = default;
 };
 
+// Clips and updates as train_gpt does: a gradient that is not finite changes nothing. Returns the norm.
+template <typename Storage>
+double update_weights(TrainerOf<Storage>& trainer, double lr, double grad_clip, double loss_scale = 1.0) {
+    Gpt<Storage>& model = trainer.model;
+    const double norm = grad_norm(trainer) / loss_scale;
+    if (!std::isfinite(norm)) return norm;
+    optimizer_step<Storage>(
+        trainer.optimizer, model.params, model.master, model.grads, static_cast<float>(lr),
+        clip_factor(norm, grad_clip) / static_cast<float>(loss_scale),
+        reinterpret_cast<float*>(model.activations), model.activations_bytes / sizeof(float), trainer.stream);
+    return norm;
+}
+
 // One optimizer step as train_gpt takes it: accumulate, clip, update. loss_scale is a power of two.
 template <typename Storage>
 StepResult train_step(TrainerOf<Storage>& trainer, const int* tokens, const int* targets,
                       size_t micro_batches, size_t B, size_t T, double lr, double grad_clip,
                       double loss_scale = 1.0) {
-    Gpt<Storage>& model = trainer.model;
     const double loss = accumulate_gradients(trainer, tokens, targets, micro_batches, B, T, loss_scale);
-    const double norm = grad_norm(trainer) / loss_scale;
-    optimizer_step<Storage>(
-        trainer.optimizer, model.params, model.master, model.grads, static_cast<float>(lr),
-        clip_factor(norm, grad_clip) / static_cast<float>(loss_scale),
-        reinterpret_cast<float*>(model.activations), model.activations_bytes / sizeof(float), trainer.stream);
-    return {loss, norm};
+    return {loss, update_weights(trainer, lr, grad_clip, loss_scale)};
 }
 
 template <typename Storage>
@@ -252,9 +265,10 @@ OptimizerConfig muon_config() {
 }
 
 // A few hundred random targets can only be learnt by heart. The rows start with tokens of their own, so that
-// every position has a history that no other has.
+// every position has a history that no other has. Returns the loss after 200 steps; backward works on the
+// gradients of the mean loss times loss_scale.
 template <typename Storage>
-void expect_overfits(const OptimizerConfig& config, double loss_scale = 1.0) {
+double loss_learnt_by_heart(const OptimizerConfig& config, double loss_scale) {
     const GptConfig size{
         .layers = 2, .heads = 4, .channels = 48, .seq_len = 24, .vocab_size = 67, .tied_head = true};
     const size_t B = 4, T = 24;
@@ -269,7 +283,12 @@ void expect_overfits(const OptimizerConfig& config, double loss_scale = 1.0) {
     for (int step = 0; step < 200; step++) {
         train_step(trainer, tokens.data(), targets.data(), 1, B, T, 3e-3, 1.0, loss_scale);
     }
-    EXPECT_LT(mean_loss(trainer, tokens, targets, B, T), 0.1)
+    return mean_loss(trainer, tokens, targets, B, T);
+}
+
+template <typename Storage>
+void expect_overfits(const OptimizerConfig& config, double loss_scale = 1.0) {
+    EXPECT_LT(loss_learnt_by_heart<Storage>(config, loss_scale), 0.1)
         << (config.kind == OptimizerKind::muon ? "muon" : "adamw");
 }
 
@@ -504,6 +523,34 @@ TYPED_TEST(SixteenBit, OverfitsOneBatch) {
         expect_overfits<TypeParam>(config, this->loss_scale);
 }
 
+// Why fp16 has a loss scale. Each of 96 tokens in a step of 1.5 million has a gradient of that many times
+// less, below fp16's smallest number in most places. With the scaler's first scale the gradient is as good as
+// fp16 can be, and a batch is learnt by heart; with a scale of 1 most of the gradient is lost, and so is the
+// run.
+TEST(LossScale, WithoutItSmallGradientsVanish) {
+    const size_t B = 4, T = 24;
+    const double share = 0x1p-14;  // 96 tokens of 1,572,864
+    const auto [tokens, targets] = random_batch(B * T, 131, 4);
+    Trainer single(odd_config(), B, T);
+    TrainerOf<fp16_t> half(odd_config(), B, T);
+    gpt_initialize(single.model, 3, single.stream);
+    gpt_initialize(half.model, 3, half.stream);
+    accumulate_gradients(single, tokens.data(), targets.data(), 1, B, T);
+    const std::vector<float> exact = all_grads(single);
+    const auto relative_error = [&](double scale) {
+        accumulate_gradients(half, tokens.data(), targets.data(), 1, B, T, share * scale);
+        std::vector<float> grads = all_grads(half);
+        for (float& grad : grads) grad /= static_cast<float>(share * scale);
+        return norm_of(difference(grads, exact)) / norm_of(exact);
+    };
+    EXPECT_GT(relative_error(1), 0.5);
+    EXPECT_LT(relative_error(LossScaler::initial_scale), 2e-3);
+    for (const OptimizerConfig& config : {OptimizerConfig{}, muon_config()}) {
+        EXPECT_GT(loss_learnt_by_heart<fp16_t>(config, share), 1.0);
+        expect_overfits<fp16_t>(config, share * LossScaler::initial_scale);
+    }
+}
+
 // ===================================================================================================
 // Recompute
 
@@ -627,6 +674,181 @@ TYPED_TEST(RecomputeOf, AStepOnZerosLeavesZeros) {
         expect_zeros(trainer.optimizer.state, optimizer_state_bytes(trainer.optimizer));
     }
 }
+
+// ===================================================================================================
+// Damaged: one gradient that is not finite, or enormous
+
+template <typename Storage>
+struct Damaged : testing::Test {
+    static constexpr size_t B = 3, T = 21;
+    static constexpr double loss_scale = std::is_same_v<Storage, fp16_t> ? 1024.0 : 1.0;
+
+    // Everything that a step changes, byte by byte: weights, master copy, momentum and moments.
+    static std::vector<std::vector<char>> kept(const TrainerOf<Storage>& trainer) {
+        const Gpt<Storage>& model = trainer.model;
+        const auto bytes_of = [&](const void* memory, size_t bytes) {
+            return to_host(static_cast<const char*>(memory), bytes, trainer.stream);
+        };
+        return {bytes_of(model.params, model.params_bytes), bytes_of(model.master, model.master_bytes),
+                bytes_of(trainer.optimizer.state, optimizer_state_bytes(trainer.optimizer))};
+    }
+
+    // The weights that the optimizer updates.
+    static std::vector<float> weights(const TrainerOf<Storage>& trainer) {
+        const size_t n = table_elements(trainer.table);
+        if (trainer.model.master != nullptr) return to_host(trainer.model.master, n, trainer.stream);
+        std::vector<float> result(n);
+        const std::vector<Storage> params = to_host(trainer.model.params, n, trainer.stream);
+        std::transform(params.begin(), params.end(), result.begin(), [](Storage x) { return to_float(x); });
+        return result;
+    }
+
+    // Gradients of a batch, but the last one of a tensor is `value`, before the loss scale.
+    static void plant(TrainerOf<Storage>& trainer, const Parameter& parameter, double value) {
+        const auto [tokens, targets] = random_batch(B * T, 131, 4);
+        accumulate_gradients(trainer, tokens.data(), targets.data(), 1, B, T, loss_scale);
+        const float scaled = static_cast<float>(value * loss_scale);
+        const size_t last = parameter.offset + parameter.used_rows * parameter.cols - 1;
+        copy_to_device(trainer.model.grads + last, &scaled, sizeof(scaled), trainer.stream);
+    }
+
+    // Calls check(trainer, parameter) for each tensor, with both optimizers and both types of their state;
+    // the trainer has done a few steps, so that momentum and moments are not zero.
+    static void for_each_tensor(const std::function<void(TrainerOf<Storage>&, const Parameter&)>& check) {
+        for (OptimizerConfig config : {OptimizerConfig{}, muon_config()}) {
+            for (const Dtype state : {Dtype::fp32, Dtype::bf16}) {
+                config.state_dtype = state;
+                TrainerOf<Storage> trainer(odd_config(), B, T, config);
+                gpt_initialize(trainer.model, 3, trainer.stream);
+                const auto [tokens, targets] = random_batch(B * T, 131, 5);
+                for (int step = 0; step < 3; step++)
+                    train_step(trainer, tokens.data(), targets.data(), 1, B, T, lr, 1.0, loss_scale);
+                for (const Parameter& parameter : trainer.table) {
+                    SCOPED_TRACE(parameter.name +
+                                 (config.kind == OptimizerKind::muon ? ", muon, " : ", adamw, ") +
+                                 dtype_name(state) + " state");
+                    check(trainer, parameter);
+                }
+            }
+        }
+    }
+    static constexpr double lr = 1e-3;
+};
+TYPED_TEST_SUITE(Damaged, StorageTypes);
+
+// No bit of weights, master copy, momentum or moments changes, whichever tensor the gradient is of.
+TYPED_TEST(Damaged, WhatIsNotFiniteReachesNothing) {
+    TestFixture::for_each_tensor([](TrainerOf<TypeParam>& trainer, const Parameter& parameter) {
+        const auto before = TestFixture::kept(trainer);
+        const uint64_t steps = trainer.optimizer.steps;
+        for (const double value : {double{NAN}, double{INFINITY}, -double{INFINITY}}) {
+            TestFixture::plant(trainer, parameter, value);
+            EXPECT_FALSE(std::isfinite(update_weights(trainer, 1e-3, 1.0, TestFixture::loss_scale)));
+            EXPECT_SAME_BITS(TestFixture::kept(trainer), before);
+            EXPECT_EQ(trainer.optimizer.steps, steps);
+            EXPECT_EQ(trainer.optimizer.degenerate_updates, 0u);
+        }
+    });
+}
+
+// 1e30, whose square is infinite in fp32, is clipped: to 1, and what is beside it to nearly nothing. No
+// weight moves further than in other steps: AdamW's move by 0.45 lr at most when one gradient dwarfs those
+// before, (1 - beta1) / sqrt(1 - beta2), a little more in the first steps; Muon's by 0.2 sqrt(144) 1.15 lr.
+TYPED_TEST(Damaged, AnEnormousGradientIsClipped) {
+    TestFixture::for_each_tensor([](TrainerOf<TypeParam>& trainer, const Parameter& parameter) {
+        const std::vector<float> before = TestFixture::weights(trainer);
+        const auto kept = TestFixture::kept(trainer);
+        TestFixture::plant(trainer, parameter, 1e30);
+        const double norm = update_weights(trainer, TestFixture::lr, 1.0, TestFixture::loss_scale);
+        EXPECT_NEAR(norm / 1e30, 1, 1e-6);
+        EXPECT_TRUE(TestFixture::kept(trainer)[2] != kept[2]) << "no step was taken";
+        const std::vector<float> after = TestFixture::weights(trainer);
+        const size_t planted = parameter.offset + parameter.used_rows * parameter.cols - 1;
+        EXPECT_LT(after[planted], before[planted]);
+        const float decay = 0.1f * largest(before);
+        EXPECT_LE(largest(difference(after, before)), TestFixture::lr * (3 + decay));
+    });
+}
+
+// ===================================================================================================
+// OptimizerState: its bytes at the sizes of GPT-2, as the device's allocator counts them
+
+// Bytes of memory that a CPU's process may still take without swapping; no bound where that is not known.
+size_t available_memory() {
+    std::ifstream info("/proc/meminfo");
+    for (std::string line; std::getline(info, line);) {
+        if (line.starts_with("MemAvailable:")) return std::stoull(line.substr(line.find(':') + 1)) * 1024;
+    }
+    return std::numeric_limits<size_t>::max();
+}
+
+struct Gpt2Size {
+    const char *preset, *name;
+    size_t layers, channels;
+    // What calculation promises to save of AdamW's fp32 state, in per cent: by Muon's momentum in fp32, in
+    // bf16 beside AdamW's moments in fp32, and with all of it in bf16.
+    double fp32, bf16_momentum, bf16;
+};
+
+struct SlowOptimizerState : testing::TestWithParam<Gpt2Size> {};
+
+// The device's count before and after the optimizer is made, against a count by hand; and the README's row.
+TEST_P(SlowOptimizerState, IsAsSmallAsPromised) {
+    const Gpt2Size& size = GetParam();
+    GptConfig config;
+    ASSERT_TRUE(gpt_preset(size.preset, config));
+    const ParameterTable table = gpt_parameter_table(config);
+    // A layer's matrices are 12 C x C, its biases and norms 13 C.
+    const size_t C = size.channels, matrices = size.layers * 12 * C * C;
+    const size_t others = (50304 + 1024) * C + size.layers * 13 * C + 2 * C;
+    if (available_memory() < 8 * (matrices + others) + (size_t{1} << 30))
+        GTEST_SKIP() << size.name << " takes " << 8 * (matrices + others) << " bytes of memory";
+
+    Stream* stream = stream_create({});
+    const auto measured = [&](OptimizerKind kind, Dtype state) {
+        OptimizerConfig settings;
+        settings.kind = kind;
+        settings.state_dtype = state;
+        const size_t before = device_allocated_bytes(stream);
+        Optimizer optimizer = optimizer_create(settings, table, stream);
+        const size_t flags = optimizer.slots.size() * sizeof(int);  // which are no state
+        const size_t bytes = device_allocated_bytes(stream) - before - flags;
+        optimizer_destroy(optimizer, stream);
+        return bytes;
+    };
+    const size_t adamw = measured(OptimizerKind::adamw, Dtype::fp32);
+    const size_t muon = measured(OptimizerKind::muon, Dtype::fp32);
+    const size_t bf16 = measured(OptimizerKind::muon, Dtype::bf16);
+    stream_destroy(stream);
+    EXPECT_EQ(adamw, 8 * (matrices + others));
+    EXPECT_EQ(muon, 4 * matrices + 8 * others);
+    EXPECT_EQ(bf16, 2 * matrices + 4 * others);
+
+    // bf16 training: weights, their master copy, and gradients in fp32.
+    const Gpt<bf16_t> plan = gpt_plan<bf16_t>(config, 1, 1024, true, Recompute::none, 0);
+    const size_t model = plan.params_bytes + plan.master_bytes + plan.grads_bytes;
+    EXPECT_EQ(model, 10 * (matrices + others));
+    const auto saved = [](size_t bytes, size_t of) {
+        return 100 * (1 - static_cast<double>(bytes) / static_cast<double>(of));
+    };
+    EXPECT_NEAR(saved(muon, adamw), size.fp32, 0.05);
+    EXPECT_NEAR(saved(muon - 2 * matrices, adamw), size.bf16_momentum, 0.05);
+    EXPECT_NEAR(saved(bf16, adamw), size.bf16, 0.05);
+
+    char row[200];
+    snprintf(row, sizeof(row), "| %s | %s | %s, -%.1f %% | %s, -%.1f %% | -%.1f %%, -%.1f %% |", size.name,
+             with_commas(adamw).c_str(), with_commas(muon).c_str(), saved(muon, adamw),
+             with_commas(bf16).c_str(), saved(bf16, adamw), saved(model + muon, model + adamw),
+             saved(model + bf16, model + adamw));
+    EXPECT_NE(file_map("README.md", "").text().find(row), std::string::npos) << row;
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpt2, SlowOptimizerState,
+                         testing::Values(Gpt2Size{"d12", "124M", 12, 768, 34.1, 51.2, 67.1},
+                                         Gpt2Size{"d24", "350M", 24, 1024, 42.5, 63.8, 71.3},
+                                         Gpt2Size{"d36", "774M", 36, 1280, 45.7, 68.6, 72.9},
+                                         Gpt2Size{"d48", "1.5B", 48, 1600, 47.3, 71.0, 73.7}),
+                         [](const auto& instance) { return std::string(instance.param.preset); });
 
 // ===================================================================================================
 // WholeModel

@@ -25,6 +25,7 @@
 
 #include "data/token_files.h"
 #include "data/tokenizer.h"
+#include "model/integrity.h"
 #include "model/safetensors.h"
 
 namespace fs = std::filesystem;
@@ -428,6 +429,72 @@ TEST(Program, Fp16RecoversFromOverflow) {
         const Result fixed = run(folder, arguments("fixed", {"--loss-scale", "1048576"}));
         EXPECT_EQ(fixed.status, 1);
         EXPECT_NE(one_line(fixed.err).find("not finite 10 times in a row"), std::string::npos) << fixed.err;
+    }
+}
+
+// Gives a checkpoint another loss scale, with the checksum that state.json then has.
+void set_loss_scale(const std::string& checkpoint, double scale) {
+    const std::string path = checkpoint + "/state.json";
+    json content = json::parse(read_file(path));
+    content["state"]["loss_scale"] = scale;
+    content.erase("checksum");
+    content["checksum"] = checksum(content.dump());
+    std::ofstream(path) << content.dump();
+}
+
+// Overflow at two chosen steps, the 6th and the 11th: the loss scale of the checkpoint before is raised to
+// 2^24, 2^24/96 a token, which is infinite in fp16. Each time the run backs off, takes every step once at the
+// rate that it has without overflow, counts what it skipped, and in the end has learnt as much.
+TEST(Program, Fp16RecoversFromOverflowAtChosenSteps) {
+    for (const char* optimizer : {"adamw", "muon"}) {
+        SCOPED_TRACE(optimizer);
+        Folder folder;
+        const auto train = [&](const std::string& out) {
+            return run(folder, tiny_with(folder, out,
+                                         {"--dtype", "fp16", "--optimizer", optimizer, "--tokens-per-step",
+                                          "96", "--checkpoint-every", "5", "--keep", "0"}));
+        };
+        const std::string straight = folder / "straight", forced = folder / "forced";
+        for (const char* out : {"straight", "forced"}) ASSERT_EQ(train(out).status, 0);
+        for (const uint64_t step : {5, 10}) {
+            keep_checkpoint(forced, step);
+            set_loss_scale(forced + (step == 5 ? "/step_00000005" : "/step_00000010"), 0x1p24);
+            const Result resumed = run(folder, {"--out", forced, "--resume"});
+            ASSERT_EQ(resumed.status, 0) << resumed.err;
+        }
+
+        std::map<uint64_t, json> expected;
+        for (const json& line : log_lines(straight)) {
+            EXPECT_NE(line["type"], "skip");
+            if (line["type"] == "train") expected[line["step"]] = line;
+        }
+        std::map<uint64_t, uint64_t> skips;  // after so many steps
+        uint64_t skipped = 0, step = 0;
+        double scale = 65536;
+        for (const json& line : log_lines(forced)) {
+            if (line["type"] == "skip") {
+                if (skips[line["step"]]++ == 0) scale = 0x1p24;
+                EXPECT_EQ(line["step"], step);
+                EXPECT_EQ(line["loss_scale"], scale);
+                EXPECT_EQ(line["skipped"], ++skipped);
+                scale /= 2;
+            } else if (line["type"] == "train") {
+                EXPECT_EQ(line["step"], ++step);
+                EXPECT_EQ(line["lr"], expected[step]["lr"]);
+                EXPECT_EQ(line["loss_scale"], scale);
+                EXPECT_EQ(line["skipped"], skipped);
+            }
+        }
+        EXPECT_EQ(step, 20u);
+        ASSERT_EQ(skips.size(), 2u);
+        EXPECT_GE(skips[5], 2u);  // 2^24 and 2^23
+        EXPECT_GE(skips[10], 2u);
+        const json state = json::parse(read_file(forced + "/step_00000020/state.json"))["state"];
+        EXPECT_EQ(state["skipped"], skipped);
+        EXPECT_EQ(state["loss_scale"], scale);
+        const double with = log_lines(forced).back()["val_loss"],
+                     without = log_lines(straight).back()["val_loss"];
+        EXPECT_NEAR(with / without, 1, 0.02);  // other rows were read, so it is not the same
     }
 }
 
