@@ -199,7 +199,7 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
 // with `transpose`, where the caller knows that the product is symmetric: a = b, or a and b are symmetric and
 // commute. The tiles on and below the diagonal are computed and mirrored: about half of gemm_batched's work.
 // a, b (m,k), or (k,m) with transpose; c, d (m,m), c symmetric; c may be null when beta is 0; d may be
-// neither input. The bits of one matrix do not depend on the batch it is in, and d is exactly symmetric.
+// none of a, b and c. The bits of one matrix do not depend on the batch it is in, and d is exactly symmetric.
 template <typename Storage>
 void gemm_symmetric(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose,
                     size_t m, size_t k, float alpha, float beta, float gamma, size_t batch, Stream* stream);

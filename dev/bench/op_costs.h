@@ -60,3 +60,7 @@ inline OpCost muon_update_cost(size_t n, size_t s) { return {product(n, 12 + (s 
 inline OpCost gemm_cost(size_t m, size_t n, size_t k, size_t batch, size_t s) {
     return {product(batch, m * k + k * n + m * n, s), 2 * product(batch, m * n, k)};
 }
+// The products on and below the diagonal alone; a and b are one matrix.
+inline OpCost gemm_symmetric_cost(size_t m, size_t k, size_t batch, size_t s) {
+    return {product(batch, m * k + m * m, s), product(batch, m * (m + 1), k)};
+}

@@ -1642,6 +1642,103 @@ TYPED_TEST(Kernels, GemmWithItsOwnTranspose) {
     }
 }
 
+// Symmetric products of a pair: x x^T, or, of `square` and symmetric x, of x and x^2 in double, which
+// commute. What comes out is symmetric to the last bit.
+template <typename Storage>
+void check_gemm_symmetric(size_t m, size_t k, bool transpose, bool commuting, double alpha, double beta,
+                          double gamma) {
+    SCOPED_TRACE(testing::Message() << "m " << m << " k " << k << " transpose " << transpose << " commuting "
+                                    << commuting << " " << alpha << " " << beta << " " << gamma);
+    const size_t batch = 2;
+    auto a = normal<Storage>(batch * m * k, 1, fan_in(k)), c = normal<Storage>(batch * m * m, 3);
+    const auto symmetrise = [&](std::vector<Storage>& x) {
+        for (size_t i = 0; i < batch * m * m; ++i) {
+            const size_t row = i / m % m, column = i % m;
+            if (row < column) x[i] = x[i - row * m - column + column * m + row];
+        }
+    };
+    symmetrise(c);
+    auto b = a;
+    if (commuting) {
+        symmetrise(a);
+        b.clear();
+        for (size_t i = 0; i < batch; ++i) {
+            const Vector x =
+                doubles(std::vector<Storage>(a.begin() + i * m * m, a.begin() + (i + 1) * m * m));
+            const auto square = rounded<Storage>(reference::matmul(x, x, false, false, m, m, m));
+            b.insert(b.end(), square.begin(), square.end());
+        }
+        symmetrise(b);
+    }
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> d(unwritten<Storage>(batch * m * m), stream), c_(c, stream), a_(a, stream);
+        const Buffer<Storage> b_(b, stream);
+        gemm_symmetric<Storage>(d, a_, commuting ? b_.data() : a_.data(), beta != 0 ? c_.data() : nullptr,
+                                transpose, m, k, static_cast<float>(alpha), static_cast<float>(beta),
+                                static_cast<float>(gamma), batch, stream);
+        return Outputs{d.values()};
+    });
+    Vector expected;
+    for (size_t i = 0; i < batch; ++i) {
+        const auto matrix = [&](const std::vector<Storage>& x) {
+            return doubles(std::vector<Storage>(x.begin() + i * m * k, x.begin() + (i + 1) * m * k));
+        };
+        const Vector product = reference::matmul(matrix(a), matrix(b), transpose, !transpose, m, m, k);
+        for (size_t j = 0; j < m * m; ++j) {
+            expected.push_back(alpha * product[j] + beta * to_double(c[i * m * m + j]) +
+                               (j / m == j % m ? gamma : 0));
+            ASSERT_EQ(outputs[0][i * m * m + j], outputs[0][i * m * m + j % m * m + j / m]) << i << " " << j;
+        }
+    }
+    // Commuting pairs were rounded, after which they commute to within a unit in the last place alone.
+    expect_close<Storage>("d", outputs[0], expected, k, commuting ? 2 : 1);
+}
+
+TYPED_TEST(Kernels, GemmSymmetric) {
+    for (const auto& [m, k] : Shapes<2>{{1, 1},
+                                        {2, 3},
+                                        {5, 40},
+                                        {7, 1},
+                                        {16, 33},
+                                        {33, 65},
+                                        {65, 40},
+                                        {97, 130},
+                                        {130, 65},
+                                        {129, 776},
+                                        {264, 40}}) {
+        for (const bool transpose : {false, true}) {
+            check_gemm_symmetric<TypeParam>(m, k, transpose, false, 1, 0, 0);
+            check_gemm_symmetric<TypeParam>(m, k, transpose, false, -4.775, 3.4445, 0.7);
+        }
+    }
+    for (const size_t m : {1, 9, 64, 130}) {
+        for (const bool transpose : {false, true}) {
+            check_gemm_symmetric<TypeParam>(m, m, transpose, true, 1, 0, 0);
+            check_gemm_symmetric<TypeParam>(m, m, transpose, true, 2.0315, -4.775, 3.4445);
+        }
+    }
+}
+
+TYPED_TEST(Kernels, GemmSymmetricIsBatchIndependent) {
+    using Storage = TypeParam;
+    const StreamPointer stream = open_stream(3);
+    for (const auto& [m, k] : Shapes<2>{{33, 65}, {64, 64}, {130, 264}, {8, 776}}) {
+        for (const bool transpose : {false, true}) {
+            Buffer<Storage> a(normal<Storage>(12 * m * k, 1), stream.get()),
+                c(std::vector<Storage>(12 * m * m, from_float<Storage>(0.3f)), stream.get()),
+                d(unwritten<Storage>(12 * m * m), stream.get());
+            const size_t M = m, K = k;
+            expect_batch_independent(
+                [&, M, K](size_t first, size_t count) {
+                    gemm_symmetric<Storage>(d + first * M * M, a + first * M * K, a + first * M * K,
+                                            c + first * M * M, transpose, M, K, 0.7f, -0.3f, 0.1f, count,
+                                            stream.get());
+                },
+                [&] { return Outputs{d.values()}; });
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------
 // A 16-bit result is the fp32 result on the same inputs, rounded once
 
@@ -1817,6 +1914,8 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
         expect_refused("layernorm_backward",
                        [&] { layernorm_backward<Storage>(p, f, g, q, q, f, g, q, a, b, s); });
         expect_refused("sum_of_squares", [&] { sum_of_squares(total, f, a, b, s); });
+        expect_refused("gemm_symmetric",
+                       [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, a, b, 1, 0, 0, 1, s); });
         expect_refused("muon_normalize", [&] { muon_normalize<Storage>(p, ids, f, a, b, 1, s); });
     }
     expect_refused("sum", [&] { sum(total, f, 0, s); });
@@ -1828,6 +1927,8 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
     expect_refused("tree_sum", [&] { tree_sum<Storage>(f, q, 2048, 1, 1, s); });
     expect_refused("gemm_batched",
                    [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 0, 0, s); });
+    expect_refused("gemm_symmetric",
+                   [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, 2, 2, 1, 0, 0, 0, s); });
     expect_refused("adamw_update", [&] { adamw_update<Storage, float>(p, f, f, f, g, 0, step, {}, s); });
     expect_refused("muon_momentum", [&] { muon_momentum<float>(f, f, g, 0, 0.95f, true, 1, {}, s); });
     expect_refused("muon_update", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
@@ -1851,6 +1952,12 @@ TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
                    [&] { gemm_batched<Storage>(p, q, q, nullptr, false, false, 2, 2, 2, 1, 1, 1, s); });
     expect_refused("gemm_batched",
                    [&] { gemm_batched<Storage>(p, q, q, p, false, false, 2, 2, 2, 1, 1, 1, s); });
+    expect_refused("gemm_symmetric",
+                   [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, 2, 2, 1, 1, 0, 1, s); });
+    expect_refused("gemm_symmetric",
+                   [&] { gemm_symmetric<Storage>(p, q, p, nullptr, false, 2, 2, 1, 0, 0, 1, s); });
+    expect_refused("gemm_symmetric",
+                   [&] { gemm_symmetric<Storage>(p, q, q, p, false, 2, 2, 1, 1, 0, 1, s); });
     if constexpr (!std::is_same_v<Storage, float>) {  // a 16-bit parameter needs its master copy
         const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0}, 1);
         expect_refused("adamw_update",

@@ -84,9 +84,9 @@ void pack_panels_of(float* packed, size_t panel_stride, const Storage* source, s
 
 }  // namespace
 
-Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads) {
+Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part) {
     Plan plan{};
-    plan.m = m, plan.n = n, plan.k = k;
+    plan.m = m, plan.n = n, plan.k = k, plan.part = part;
     plan.row_panels = ceil_div(m, panel_rows);
     plan.column_panels = ceil_div(n, panel_columns);
 

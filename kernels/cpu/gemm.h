@@ -10,6 +10,9 @@
 // Bits: an element of C is the sum, in order, of its blocks of k, and a block is one chain of multiply-adds
 // in the order of k. Panels at an edge are padded with zeros and run the same code. So the result depends on
 // neither the number of threads nor the tiling, the batch or the other rows and columns of the matrix.
+//
+// Of a product that is known to be symmetric, Part::lower alone can be computed: pairs of panels that lie
+// wholly above the diagonal are left out, which leaves 1/2 of the work and a few percent.
 #pragma once
 
 #include <omp.h>
@@ -43,6 +46,10 @@ Matrix<Storage> transposed(const Storage* data, size_t rows, size_t columns) {
     return {data, 1, columns, rows * columns};
 }
 
+// Which elements of C are computed; lower: those on and below the diagonal, and some that share a panel with
+// them.
+enum class Part { whole, lower };
+
 namespace gemm_detail {
 
 // A vector register of the target. Six rows of two vectors are 12 accumulators: enough to hide the latency
@@ -70,8 +77,18 @@ struct Plan {
     size_t row_panels, column_panels;
     size_t group_panels, group_k, group_batch;  // how much of B is packed at a time
     size_t row_tiles, column_tiles;             // tiles of one matrix's C in a group, down and across
+    Part part;
+
+    // The first row panel that has elements of the part in a column panel, and the end of the column panels
+    // that a row panel has elements in.
+    size_t first_row_panel(size_t column_panel) const {
+        return part == Part::whole ? 0 : column_panel * panel_columns / panel_rows;
+    }
+    size_t column_panels_end(size_t row_panel) const {
+        return part == Part::whole ? column_panels : ceil_div((row_panel + 1) * panel_rows, panel_columns);
+    }
 };
-Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads);
+Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part);
 
 // The part of B that is packed: panels of columns, matrices of the batch, a range of k.
 struct Group {
@@ -121,17 +138,21 @@ template <typename Storage, typename Epilogue>
 void multiply_tile(float* sums, float* packed_a, const Matrix<Storage>& a, const float* packed_b, size_t l,
                    Range rows, Range columns, const Group& group, const Plan& plan,
                    const Epilogue& epilogue) {
+    columns.end = std::min(columns.end, plan.column_panels_end(rows.end - 1));
+    if (columns.begin >= columns.end) return;
     for (size_t s = group.depth.begin; s < group.depth.end; s += k_block) {
         const size_t depth = std::min(k_block, group.depth.end - s);
         pack_rows(packed_a, a, l, rows, {s, s + depth}, plan);
-        float* sum = sums;
         for (size_t column = columns.begin; column < columns.end; column++) {
             const float* const b_panel = packed_b + group.offset(l, column, s);
             const size_t next_column = std::min(column + 1, columns.end - 1);
-            for (size_t row = rows.begin; row < rows.end; row++, sum += tile_floats) {
+            const size_t first_row = std::max(rows.begin, plan.first_row_panel(column));
+            float* sum =
+                sums + ((column - columns.begin) * rows.size() + first_row - rows.begin) * tile_floats;
+            for (size_t row = first_row; row < rows.end; row++, sum += tile_floats) {
                 const float* const a_panel = packed_a + (row - rows.begin) * depth * panel_rows;
                 const float* const ahead =
-                    row == rows.begin ? packed_b + group.offset(l, next_column, s) : b_panel;
+                    row == first_row ? packed_b + group.offset(l, next_column, s) : b_panel;
                 const float* const before = s == 0 ? nullptr : sum;
                 if (s + depth < plan.k) {
                     multiply_panels(sum, before, a_panel, b_panel, ahead, depth);
@@ -149,13 +170,14 @@ void multiply_tile(float* sums, float* packed_a, const Matrix<Storage>& a, const
 
 // The product C (m,n) of a (m,k) and b (k,n) for each of `batch` matrices, handed over in pieces of a row:
 // epilogue(l, i, j, sums, count) gets C(i, j..j+count) of matrix l in sums(0..count), each element once.
-// It is called by several threads at once, in any order.
+// It is called by several threads at once, in any order. Of Part::lower, pieces above the diagonal may come
+// or not.
 template <typename Storage, typename Epilogue>
 void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n, size_t k, size_t batch,
-          const Epilogue& epilogue, Stream* stream) {
+          const Epilogue& epilogue, Stream* stream, Part part = Part::whole) {
     using namespace gemm_detail;
     const size_t threads = static_cast<size_t>(stream->threads);
-    const Plan plan = make_plan(m, n, k, batch, threads);
+    const Plan plan = make_plan(m, n, k, batch, threads, part);
 
     // Scratch: a group of B; a block of A for each thread; and the sums of tiles. A thread needs those of
     // the tile it is at; where k is cut into groups, all of them are carried from one group to the next.
@@ -182,7 +204,8 @@ void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n
                 for (size_t across = 0; across < plan.column_tiles; across++) {
                     const size_t thread = static_cast<size_t>(omp_get_thread_num());
                     const size_t place = carry ? down * plan.column_tiles + across : thread;
-                    const Range rows = piece(plan.row_panels, plan.row_tiles, down);
+                    // From the bottom up: of the lower part, the longest rows first.
+                    const Range rows = piece(plan.row_panels, plan.row_tiles, plan.row_tiles - 1 - down);
                     const Range columns = piece(group.panels.size(), plan.column_tiles, across);
                     multiply_tile(sums + place * sums_floats, packed_a + thread * packed_a_floats, a,
                                   packed_b, l, rows,

@@ -39,9 +39,53 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
     }
 }
 
+// Each element on and below the diagonal is written twice, in its own place and mirrored.
+template <typename Storage>
+void gemm_symmetric(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose,
+                    size_t m, size_t k, float alpha, float beta, float gamma, size_t batch, Stream* stream) {
+    check_sizes("gemm_symmetric", {m, k, batch});
+    if (d == nullptr || a == nullptr || b == nullptr) fail("gemm_symmetric: d, a or b is null");
+    if (c == nullptr && beta != 0.0f)
+        fail("gemm_symmetric: c is null and beta is %g", static_cast<double>(beta));
+    if (d == a || d == b || d == c) fail("gemm_symmetric: d may not be a, b or c");
+
+    const auto store = [&](size_t l, size_t i, size_t j, const float* sums, size_t count) {
+        Storage* const matrix = d + l * m * m;
+        const Storage* const add = beta == 0.0f ? nullptr : c + (l * m + i) * m + j;
+        float values[gemm_detail::panel_columns];
+#pragma omp simd
+        for (size_t x = 0; x < count; x++)
+            values[x] = alpha * sums[x] + (add == nullptr ? 0.0f : beta * to_float(add[x]));
+        if (j + count == i + 1) values[count - 1] += gamma;
+        for (size_t x = 0; x < count; x++) {
+            const Storage value = from_float<Storage>(values[x]);
+            matrix[i * m + j + x] = value;
+            matrix[(j + x) * m + i] = value;
+        }
+    };
+    const Matrix<Storage> op_a = transpose ? transposed(a, k, m) : row_major(a, m, k);
+    const Matrix<Storage> op_b = transpose ? row_major(b, k, m) : transposed(b, m, k);
+    gemm(
+        op_a, op_b, m, m, k, batch,
+        [&](size_t l, size_t i, size_t j, const float* sums, size_t count) {
+            if (j + count <= i + 1) {
+                store(l, i, j, sums, count);
+            } else if (j <= i) {
+                store(l, i, j, sums, i + 1 - j);
+            }
+        },
+        stream, Part::lower);
+}
+
 template void gemm_batched(float*, const float*, const float*, const float*, bool, bool, size_t, size_t,
                            size_t, float, float, size_t, Stream*);
 template void gemm_batched(bf16_t*, const bf16_t*, const bf16_t*, const bf16_t*, bool, bool, size_t, size_t,
                            size_t, float, float, size_t, Stream*);
 template void gemm_batched(fp16_t*, const fp16_t*, const fp16_t*, const fp16_t*, bool, bool, size_t, size_t,
                            size_t, float, float, size_t, Stream*);
+template void gemm_symmetric(float*, const float*, const float*, const float*, bool, size_t, size_t, float,
+                             float, float, size_t, Stream*);
+template void gemm_symmetric(bf16_t*, const bf16_t*, const bf16_t*, const bf16_t*, bool, size_t, size_t,
+                             float, float, float, size_t, Stream*);
+template void gemm_symmetric(fp16_t*, const fp16_t*, const fp16_t*, const fp16_t*, bool, size_t, size_t,
+                             float, float, float, size_t, Stream*);
