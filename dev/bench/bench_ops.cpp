@@ -213,12 +213,17 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
     row("gemm_batched X X^T", gemm_cost(C, C, 4 * C, 1, s), [&] {
         gemm_batched<Storage>(wte, weight, weight, nullptr, false, true, C, C, 4 * C, 1.0f, 0.0f, 1, stream);
     });
-    row("gemm_symmetric X X^T", gemm_symmetric_cost(C, 4 * C, 1, s), [&] {
-        gemm_symmetric<Storage>(wte, weight, weight, nullptr, false, C, 4 * C, 1.0f, 0.0f, 0.0f, 1, stream);
+    // Newton-Schulz's products of a layer's q, k and v, and of its widest matrix, at half the work.
+    Storage *squares = stored(3 * C * C), *polynomials = stored(3 * C * C);
+    row("gemm_symmetric X X^T", gemm_symmetric_cost(C, 4 * C, false, 1, s), [&] {
+        gemm_symmetric<Storage>(squares, weight, weight, nullptr, false, C, 4 * C, 1.0f, 0.0f, 0.0f, 1,
+                                stream);
     });
-    Storage* const squares = stored(n);
-    row("gemm_symmetric A A", gemm_symmetric_cost(C, C, 4, s), [&] {
-        gemm_symmetric<Storage>(squares, weight, weight, nullptr, true, C, C, 1.0f, 0.0f, 1.0f, 4, stream);
+    row("gemm_symmetric X^T X, 3", gemm_symmetric_cost(C, C, false, 3, s), [&] {
+        gemm_symmetric<Storage>(squares, weight, weight, nullptr, true, C, C, 1.0f, 0.0f, 0.0f, 3, stream);
+    });
+    row("gemm_symmetric polynomial, 3", gemm_symmetric_cost(C, C, true, 3, s), [&] {
+        gemm_symmetric(polynomials, squares, squares, squares, false, C, C, 2.0f, -4.8f, 3.4f, 3, stream);
     });
     row("muon_update", muon_update_cost(n, s),
         [&] { muon_update(weight, masters, m, n, 1e-6f, 1.0f, 0.1f, stream); });

@@ -60,7 +60,8 @@ inline OpCost muon_update_cost(size_t n, size_t s) { return {product(n, 12 + (s 
 inline OpCost gemm_cost(size_t m, size_t n, size_t k, size_t batch, size_t s) {
     return {product(batch, m * k + k * n + m * n, s), 2 * product(batch, m * n, k)};
 }
-// The products on and below the diagonal alone; a and b are one matrix.
-inline OpCost gemm_symmetric_cost(size_t m, size_t k, size_t batch, size_t s) {
-    return {product(batch, m * k + m * m, s), product(batch, m * (m + 1), k)};
+// On and below the diagonal. Reads one operand, which is the other as well, and where `add` the matrix that
+// is added.
+inline OpCost gemm_symmetric_cost(size_t m, size_t k, bool add, size_t batch, size_t s) {
+    return {product(batch, m * k + m * m * (add ? 2 : 1), s), product(batch, m * (m + 1), k)};
 }

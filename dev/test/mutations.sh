@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Can the op suite fail? Breaks a copy of a CUDA source in one place, a barrier, a wait, a bounds check, and
-# demands that the suite in the simulator notices, for each place below. Needs build/sim/test_kernels.
+# demands that the suite in the simulator, or test_cuda, notices, for each place below. Needs build/sim's objects.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -13,18 +13,18 @@ find build/sim -name '*.o' -print0 | xargs -0 cp -a --parents -t "$copy"
 git init -q "$copy" # so that the Makefile's question for the commit ends there
 
 failed=0
-# A source, a sed command that breaks it, and the tests that must notice.
+# A source, a sed command that breaks it, the tests that must notice, and their program.
 mutate() {
-    local file=kernels/cuda/$1 command=$2 tests=$3
+    local file=kernels/cuda/$1 command=$2 tests=$3 program=build/sim/${4:-test_kernels}
     sed "$command" "$file" >"$copy/$file"
     if cmp -s "$file" "$copy/$file"; then
         echo "mutations: $1: nothing matches $command" >&2
         failed=1
-    elif ! make -C "$copy" -s BACKEND=sim build/sim/test_kernels >"$copy/log" 2>&1; then
+    elif ! make -C "$copy" -s BACKEND=sim "$program" >"$copy/log" 2>&1; then
         grep -m 3 error "$copy/log" >&2
         echo "mutations: $1: $command: does not compile" >&2
         failed=1
-    elif (ulimit -c 0; "$copy/build/sim/test_kernels" --gtest_filter="$tests") >"$copy/log" 2>&1; then
+    elif (ulimit -c 0; "$copy/$program" --gtest_filter="$tests") >"$copy/log" 2>&1; then
         echo "mutations: $1: $command: NOT noticed by $tests" >&2
         failed=1
     else
@@ -43,6 +43,10 @@ mutate attention_general.cu '0,/__syncthreads();/s///' '*/0.AttentionIsCausal'
 mutate attention_flash.cu '0,/__syncthreads();/s///' '*/1.AttentionIsCausal'
 mutate attention_flash.cu '0,/cp_async_wait<0>();/s///' '*/1.AttentionIsCausal'
 mutate attention_flash.cu 's/first + i + my_row < T/first + i + my_row <= T/' '*/1.AttentionIsCausal'
+mutate gemm_symmetric.cu '0,/__syncthreads();/s///' '*/1.Symmetric*' test_cuda
+mutate gemm_symmetric.cu 's/cp_async_wait<stages - 2>();//' '*/1.Symmetric*' test_cuda
+mutate gemm_symmetric.cu 's/if (!diagonal) {/if (true) {/' '*/1.Symmetric*' test_cuda
+mutate gemm_symmetric.cu 's/row < rows/row <= rows/' '*/1.Symmetric*' test_cuda
 mutate embedding.cu 's/if (row >= N) return;/if (row > N) return;/' '*/0.Embedding'
 mutate linear.cu 's/if (column >= OC) return;//' '*/0.LinearForward'
 exit $failed

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <tuple>
 
 #include "dev/test/buffers.h"
+#include "dev/test/reference.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/kernels.h"
 
@@ -39,6 +41,122 @@ TYPED_TEST(Cuda, AttentionIsFlashWhereItCanBe) {
         EXPECT_EQ(attention_kernels<TypeParam>(HS), "general, general") << HS;
     }
     EXPECT_EQ(attention_kernels<TypeParam>(64, 1), "general, general") << "not aligned to 16 bytes";
+}
+
+// ---------------------------------------------------------------------------------------------------
+// gemm_symmetric
+
+// alpha op(a) op(b)^T + beta c + gamma I on and below the diagonal, mirrored. So a and b need not commute
+// here: what is above the diagonal comes from below it.
+Vector symmetric_reference(const Vector& a, const Vector& b, const Vector& c, bool transpose, size_t m,
+                           size_t k, double alpha, double beta, double gamma) {
+    Vector d = reference::matmul(a, b, transpose, !transpose, m, m, k);
+    for (size_t i = 0; i < m; i++) {
+        for (size_t j = 0; j <= i; j++) {
+            const double x =
+                alpha * d[i * m + j] + (beta == 0 ? 0 : beta * c[i * m + j]) + (i == j ? gamma : 0);
+            d[i * m + j] = d[j * m + i] = x;
+        }
+    }
+    return d;
+}
+
+// Which kernel multiplies matrices that start `offset` entries into their memory; its result is judged.
+template <typename Storage>
+std::string symmetric_kernel(size_t m, size_t k, bool transpose, double alpha, double beta, double gamma,
+                             size_t offset = 0) {
+    SCOPED_TRACE(testing::Message() << "m " << m << " k " << k << " transpose " << transpose << " beta "
+                                    << beta << " offset " << offset);
+    const auto a = normal<Storage>(m * k + offset, 1),
+               b = normal<Storage>(m * k + offset, 2, 1 / std::sqrt(static_cast<double>(k)));
+    auto c = normal<Storage>(m * m + offset, 3);
+    std::string ran;
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Storage> d(unwritten<Storage>(m * m + offset), stream), c_(c, stream);
+        gemm_symmetric<Storage>(d + offset, Buffer(a, stream) + offset, Buffer(b, stream) + offset,
+                                beta != 0 ? c_ + offset : nullptr, transpose, m, k, static_cast<float>(alpha),
+                                static_cast<float>(beta), static_cast<float>(gamma), 1, stream);
+        ran = stream->symmetric_kernel;
+        return Outputs{d.values()};
+    });
+    const auto matrix = [offset](const auto& x) {
+        const Vector all = doubles(x);
+        return Vector(all.begin() + static_cast<ptrdiff_t>(offset), all.end());
+    };
+    expect_close<Storage>(
+        "d", matrix(outputs[0]),
+        symmetric_reference(matrix(a), matrix(b), matrix(c), transpose, m, k, alpha, beta, gamma), k);
+    return ran;
+}
+
+// Sides of a few entries, of a tile and one more or less, of several tiles; depths around a step's and the
+// pipeline's.
+TYPED_TEST(Cuda, SymmetricProductsMoveVectorsWhereTheyCan) {
+    const bool fp32 = sizeof(TypeParam) == 4;
+    for (const bool transpose : {false, true}) {
+        for (const auto& [m, k] : {std::tuple<size_t, size_t>{8, 8}, {128, 32}, {136, 40}, {264, 104}}) {
+            EXPECT_EQ((symmetric_kernel<TypeParam>(m, k, transpose, 1, 0, 0)), fp32 ? "cublas" : "vectors");
+            EXPECT_EQ((symmetric_kernel<TypeParam>(m, k, transpose, 2.5, -1.5, 3.5)),
+                      fp32 ? "cublas" : "vectors");
+        }
+        for (const auto& [m, k] :
+             {std::tuple<size_t, size_t>{1, 1}, {7, 8}, {72, 33}, {127, 97}, {129, 31}, {257, 65}}) {
+            EXPECT_EQ((symmetric_kernel<TypeParam>(m, k, transpose, 1, 0, 0.5)), fp32 ? "cublas" : "entries");
+            EXPECT_EQ((symmetric_kernel<TypeParam>(m, k, transpose, -0.5, 2, 0)),
+                      fp32 ? "cublas" : "entries");
+        }
+        EXPECT_EQ((symmetric_kernel<TypeParam>(136, 40, transpose, 1, 1, 1, 1)), fp32 ? "cublas" : "entries")
+            << "not aligned to 16 bytes";
+    }
+}
+
+// Whether 16 bytes or an entry moves at a time changes no bit.
+template <typename Storage>
+struct Cuda16 : testing::Test {};
+using HalfTypes = testing::Types<bf16_t, fp16_t>;
+TYPED_TEST_SUITE(Cuda16, HalfTypes);
+TYPED_TEST(Cuda16, SymmetricProductsHaveOneOrderOfSums) {
+    using Storage = TypeParam;
+    const size_t m = 136, k = 72;
+    const auto x = normal<Storage>(m * k, 1), c = normal<Storage>(m * m, 2);
+    const StreamPointer stream = open_stream();
+    Buffer<Storage> a(x, stream.get()), aligned_c(c, stream.get());
+    std::vector<Storage> shifted_c(1, from_float<Storage>(0));
+    shifted_c.insert(shifted_c.end(), c.begin(), c.end());
+    Buffer<Storage> unaligned_c(shifted_c, stream.get()), d(unwritten<Storage>(m * m), stream.get());
+    const auto product = [&](const Storage* add) {
+        gemm_symmetric<Storage>(d, a, a, add, false, m, k, 0.5f, 0.25f, 1.0f, 1, stream.get());
+        return Outputs{d.values()};
+    };
+    expect_same_bits(product(aligned_c), product(unaligned_c + 1), "an unaligned c");
+}
+
+TYPED_TEST(Cuda, SymmetricProductsAreBatchIndependent) {
+    using Storage = TypeParam;
+    const StreamPointer stream = open_stream();
+    Stream* const s = stream.get();
+    for (const auto& [side, depth] : {std::tuple<size_t, size_t>{136, 72}, {33, 40}}) {
+        const size_t m = side, k = depth, most = 12;
+        Buffer<Storage> a(normal<Storage>(most * m * k, 1), s), b(normal<Storage>(most * m * k, 2), s),
+            c(normal<Storage>(most * m * m, 3), s);
+        for (const bool transpose : {false, true}) {
+            const auto in_batches_of = [&](size_t count) {
+                Buffer<Storage> d(unwritten<Storage>(most * m * m), s);
+                for (size_t i = 0; i < most; i += count) {
+                    gemm_symmetric<Storage>(d + i * m * m, a + i * m * k, b + i * m * k, c + i * m * m,
+                                            transpose, m, k, 0.7f, -0.3f, 0.1f, count, s);
+                }
+                return Outputs{d.values()};
+            };
+            const Outputs one_by_one = in_batches_of(1);
+            for (const size_t count : {3, 12})
+                expect_same_bits(in_batches_of(count), one_by_one, std::to_string(count) + " at a time");
+            for (size_t i = 0; i < most * m * m; i++) {
+                const size_t row = i / m % m, column = i % m;
+                ASSERT_EQ(one_by_one[0][i], one_by_one[0][i - row * m - column + column * m + row]);
+            }
+        }
+    }
 }
 
 }  // namespace

@@ -31,7 +31,9 @@ struct Stream {
     void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens, cuBLASLt's workspace
     size_t scratch_bytes = 0;
 
-    const char* attention_kernel = nullptr;  // "flash" or "general": what ran last, for the tests
+    // What ran last, for the tests.
+    const char* attention_kernel = nullptr;  // "flash" or "general"
+    const char* symmetric_kernel = nullptr;  // "vectors" or "entries", on tensor cores; "cublas"
 
     std::array<Staging, 4> staging;  // used in turn
     size_t next_staging = 0;
