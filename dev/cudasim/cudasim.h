@@ -143,7 +143,8 @@ bool is_device_memory(const void* address);
 // Settings, before the first CUDA call. From the environment: CUDASIM_SEED (0), CUDASIM_ARCH (90),
 // CUDASIM_DEVICES (1), CUDASIM_MEMORY in MiB (8192), CUDASIM_TIMEOUT in seconds (60), OMP_NUM_THREADS for
 // blocks at a time. CUDASIM_LAUNCHES=FILE lists there, as the program ends, each kernel with the threads of
-// its blocks and the largest dynamic shared memory; dev/bench/ptxas_report reads it.
+// its blocks, the largest dynamic shared memory and how often it was launched, once where a graph captured
+// it; dev/bench/ptxas_report reads it.
 
 // Order of blocks, threads and streams from here on.
 void set_seed(uint64_t seed);

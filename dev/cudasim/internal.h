@@ -54,7 +54,8 @@ double timeout();       // seconds
 // ---------------------------------------------------------------------------------------------------
 // scheduler.cpp
 
-// A kernel that was queued: everything about it that does not differ between its blocks.
+// A kernel that was queued, once or by a graph again and again: everything about it that does not differ
+// between its blocks.
 struct Launch {
     const void* kernel;
     dim3 grid, block;
@@ -182,6 +183,9 @@ void run_everything();
 
 // True while this host thread runs an operation of a stream: otherwise it may not touch device memory.
 bool operation_running();
+
+// Faults if this host thread captures a stream: the call waits for the device or may, and CUDA refuses it.
+void demand_no_capture(const char* call);
 
 // ---------------------------------------------------------------------------------------------------
 // report.cpp

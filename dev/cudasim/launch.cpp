@@ -22,8 +22,12 @@ struct Kernels {
     std::mutex mutex;
     std::map<const void*, size_t> shared_limits;  // where set_attribute has changed them
     uint64_t launches = 0;
-    FILE* list = nullptr;                    // where the program's end writes `launched`
-    std::map<LaunchShape, size_t> launched;  // the largest dynamic shared memory, in bytes
+    FILE* list = nullptr;  // where the program's end writes `launched`
+    struct Launched {
+        size_t shared_bytes = 0;  // the largest dynamic shared memory
+        uint64_t count = 0;
+    };
+    std::map<LaunchShape, Launched> launched;
 
     Kernels() {
         const char* const path = getenv("CUDASIM_LAUNCHES");
@@ -33,8 +37,9 @@ struct Kernels {
     }
     ~Kernels() {
         if (list == nullptr) return;
-        for (const auto& [shape, shared_bytes] : launched) {
-            fprintf(list, "%s\t%u\t%zu\n", kernel_name(shape.first).c_str(), shape.second, shared_bytes);
+        for (const auto& [shape, all] : launched) {
+            fprintf(list, "%s\t%u\t%zu\t%llu\n", kernel_name(shape.first).c_str(), shape.second,
+                    all.shared_bytes, static_cast<unsigned long long>(all.count));
         }
         fclose(list);
     }
@@ -92,8 +97,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
         }
     }
     if (k.list != nullptr) {
-        size_t& most = k.launched[{kernel, block.x * block.y * block.z}];
-        most = std::max(most, config.dynamicSmemBytes);
+        Kernels::Launched& all = k.launched[{kernel, block.x * block.y * block.z}];
+        all.shared_bytes = std::max(all.shared_bytes, config.dynamicSmemBytes);
+        ++all.count;
     }
     auto work = std::make_shared<Launch>();
     work->kernel = kernel;
@@ -161,6 +167,8 @@ constexpr ErrorText error_texts[] = {
      "too many resources requested for launch"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
 };
 
 }  // namespace

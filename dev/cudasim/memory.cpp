@@ -293,6 +293,7 @@ using cudasim::heap;
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
     using namespace cudasim;
     *memory = nullptr;
+    demand_no_capture("cudaMalloc");
     if (device_count() == 0) return cudaErrorNoDevice;
     if (bytes == 0) return cudaSuccess;
     Heap& h = heap();
@@ -318,6 +319,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 cudaError_t cudaFree(void* memory) {
     using namespace cudasim;
     if (memory == nullptr) return cudaSuccess;
+    demand_no_capture("cudaFree");
     run_everything();  // cudaFree waits for the device
     Heap& h = heap();
     const std::lock_guard lock(h.mutex);
@@ -337,6 +339,7 @@ cudaError_t cudaFree(void* memory) {
 // The host's own allocator: ASan watches it. Pinned memory differs only in what copies may do late.
 cudaError_t cudaMallocHost(void** memory, size_t bytes) {
     *memory = nullptr;
+    cudasim::demand_no_capture("cudaMallocHost");
     if (cudasim::device_count() == 0) return cudaErrorNoDevice;
     if (bytes == 0) return cudaSuccess;
     *memory = malloc(bytes);
@@ -349,6 +352,7 @@ cudaError_t cudaMallocHost(void** memory, size_t bytes) {
 
 cudaError_t cudaFreeHost(void* memory) {
     if (memory == nullptr) return cudaSuccess;
+    cudasim::demand_no_capture("cudaFreeHost");
     cudasim::run_everything();
     {
         const std::lock_guard lock(heap().mutex);

@@ -35,9 +35,21 @@ struct Operation {
 };
 using OperationRef = std::shared_ptr<Operation>;
 
+// What a graph queues again at each of its launches.
+struct GraphNode {
+    const char* name;
+    std::function<void()> work;
+};
+
 }  // namespace cudasim
 
 using cudasim::OperationRef;
+
+struct CUgraph_st {
+    int device;
+    std::vector<cudasim::GraphNode> nodes;
+};
+struct CUgraphExec_st : CUgraph_st {};
 
 struct CUstream_st {
     size_t number;
@@ -46,6 +58,7 @@ struct CUstream_st {
     uint32_t pushed = 0;
     std::deque<OperationRef> queue = {};
     OperationRef last = nullptr;
+    std::unique_ptr<CUgraph_st> capture = nullptr;  // what it was given since the capture began
 };
 
 struct CUevent_st {
@@ -76,6 +89,7 @@ using Lock = std::unique_lock<std::mutex>;
 Lock lock() { return Lock(queues().mutex); }
 
 thread_local bool runs_operation = false;
+thread_local CUstream_st* captured_stream = nullptr;  // of this host thread
 
 CUstream_st* make_stream(int device, bool blocking) {
     Queues& q = queues();
@@ -255,6 +269,12 @@ void forget_old_operations() {
 OperationRef push(cudaStream_t handle, const char* name, bool lands_late, std::function<void()> work,
                   const OperationRef& also_after = nullptr) {
     CUstream_st& stream = stream_of(handle);
+    if (stream.capture != nullptr) {
+        // Of what runs late or has no work, copies of host memory, collectives and events, none is simulated.
+        if (lands_late || work == nullptr) fault("%s in the capture of a stream", name);
+        stream.capture->nodes.push_back({name, std::move(work)});
+        return nullptr;
+    }
     auto operation = std::make_shared<Operation>();
     operation->name = name;
     operation->work = std::move(work);
@@ -303,6 +323,10 @@ void whole_granules(void* memory, size_t bytes, Act act) {
 }  // namespace
 
 bool operation_running() { return runs_operation; }
+
+void demand_no_capture(const char* call) {
+    if (captured_stream != nullptr) fault("%s while this thread captures a stream", call);
+}
 
 // CUDA refuses, with cudaErrorInvalidResourceHandle: a thread has not called cudaSetDevice.
 static void demand_current_device(CUstream_st* stream, const char* name) {
@@ -407,6 +431,7 @@ static cudaError_t copy(Lock& lock, void* to, const void* from, size_t bytes, cu
             memmove(to, from, bytes);
         });
     } else if (to_device && !is_pinned_memory(from)) {
+        demand_no_capture(name);
         const char* start = static_cast<const char*>(from);
         push(stream, name, false, [=, staged = std::vector<char>(start, start + bytes)] {
             will_write(to, bytes, name);
@@ -418,6 +443,7 @@ static cudaError_t copy(Lock& lock, void* to, const void* from, size_t bytes, cu
             memcpy(to, from, bytes);
         });
     } else {
+        demand_no_capture(name);
         const bool pinned = is_pinned_memory(to);
         if (pinned) whole_granules(to, bytes, __asan_poison_memory_region);
         const OperationRef arrival = push(stream, name, true, [=] {
@@ -449,6 +475,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    demand_no_capture("cudaMemcpy");
     Lock guard = lock();
     const cudaError_t error = copy(guard, to, from, bytes, kind, nullptr);
     if (error == cudaSuccess) synchronize(guard, nullptr);
@@ -487,6 +514,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    demand_no_capture("cudaStreamDestroy");
     Lock guard = lock();
     run_until(guard, stream_of(stream).last);
     std::erase(queues().streams, stream);
@@ -495,6 +523,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    demand_no_capture("cudaStreamSynchronize");
     Lock guard = lock();
     synchronize(guard, stream);
     return cudaSuccess;
@@ -513,6 +542,7 @@ static cudaError_t query(const OperationRef& operation) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    demand_no_capture("cudaStreamQuery");
     const Lock guard = lock();
     return query(stream_of(stream).last);
 }
@@ -530,6 +560,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaDeviceSynchronize() {
+    demand_no_capture("cudaDeviceSynchronize");
     if (device_count() == 0) return cudaErrorNoDevice;
     run_everything();
     return cudaSuccess;
@@ -560,12 +591,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    demand_no_capture("cudaEventSynchronize");
     Lock guard = lock();
     run_until(guard, event->recorded);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+    demand_no_capture("cudaEventQuery");
     const Lock guard = lock();
     return query(event->recorded);
 }
@@ -577,5 +610,54 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
     if (!start->recorded->done || !end->recorded->done) return cudaErrorNotReady;
     const auto elapsed = end->recorded->time - start->recorded->time;
     *milliseconds = std::chrono::duration<float, std::milli>(elapsed).count();
+    return cudaSuccess;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Graphs
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    demand_no_capture("cudaStreamBeginCapture");
+    const Lock guard = lock();
+    if (stream == nullptr) return cudaErrorStreamCaptureUnsupported;  // the legacy default stream
+    CUstream_st& captured = stream_of(stream);
+    if (captured.capture != nullptr) fault("cudaStreamBeginCapture: another thread captures this stream");
+    captured.capture.reset(new CUgraph_st{captured.device, {}});
+    captured_stream = &captured;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    const Lock guard = lock();
+    *graph = nullptr;
+    if (captured_stream == nullptr || captured_stream != stream)
+        fault("cudaStreamEndCapture: this thread does not capture this stream");
+    *graph = captured_stream->capture.release();
+    captured_stream = nullptr;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+    *exec = new CUgraphExec_st{*graph};
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    const Lock guard = lock();
+    demand_current_device(stream, "cudaGraphLaunch");
+    if (stream_of(stream).device != exec->device) fault("cudaGraphLaunch on another device");
+    if (stream_of(stream).capture != nullptr) fault("cudaGraphLaunch in the capture of a stream");
+    for (const GraphNode& node : exec->nodes) push(stream, node.name, false, node.work);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+
+// Launches of it that are queued go on.
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
     return cudaSuccess;
 }

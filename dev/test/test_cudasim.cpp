@@ -515,8 +515,8 @@ TEST_F(CudaSimDeathTest, LaunchesAreListed) {
     std::vector<std::string> lines;
     for (std::string line; std::getline(list, line);) lines.push_back(line);
     std::ranges::sort(lines);
-    EXPECT_EQ(lines, (std::vector<std::string>{"copy_kernel<float>\t32\t0", "nothing_kernel\t32\t0",
-                                               "nothing_kernel\t64\t48"}));
+    EXPECT_EQ(lines, (std::vector<std::string>{"copy_kernel<float>\t32\t0\t1", "nothing_kernel\t32\t0\t1",
+                                               "nothing_kernel\t64\t48\t3"}));
 }
 
 TEST_F(CudaSim, LaunchLimits) {
@@ -923,6 +923,93 @@ TEST_F(CudaSim, EventsAndPolling) {
         EXPECT_GE(milliseconds, 0.0f);
         cudaEventDestroy(start), cudaEventDestroy(end), cudaStreamDestroy(stream);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Graphs
+
+void add_kernel(float* x, const float* increment, float constant, size_t n) {
+    const size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < n) x[i] += *increment + constant;
+}
+
+struct CapturingStream {
+    cudaStream_t stream;
+    CapturingStream() {
+        cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+        cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+    }
+    cudaGraphExec_t end() {
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t exec = nullptr;
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+        EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+        return exec;
+    }
+};
+
+// A capture runs nothing. Each launch runs all of it, in order with the stream's other work: with the
+// arguments of the capture, and what memory holds by then.
+TEST_F(CudaSim, GraphsRunWhatWasCaptured) {
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+        cudasim::set_seed(seed);
+        float *x = to_device(ramp(64)), *y = to_device(ramp(64)), *increment = to_device(ramp(1));
+        CapturingStream s;
+        float constant = 10;
+        start_on(s.stream, add_kernel, 2, 32, 0, x, increment, constant, 64);
+        cudaMemcpyAsync(y, x, 32 * sizeof(float), cudaMemcpyDeviceToDevice, s.stream);
+        cudaMemsetAsync(y + 32, 0, 32 * sizeof(float), s.stream);
+        constant = 1000;
+        cudaGraphExec_t exec = s.end();
+        cudaStreamSynchronize(s.stream);
+        EXPECT_EQ(to_host(y, 64), ramp(64));
+
+        EXPECT_EQ(cudaGraphLaunch(exec, s.stream), cudaSuccess);
+        const float two = 2;
+        cudaMemcpyAsync(increment, &two, sizeof(float), cudaMemcpyHostToDevice, s.stream);
+        EXPECT_EQ(cudaGraphLaunch(exec, s.stream), cudaSuccess);
+        EXPECT_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+        cudaStreamSynchronize(s.stream);
+        EXPECT_EQ(to_host(x, 1)[0], 1 + (1 + 10) + (2 + 10));
+        EXPECT_EQ(to_host(y, 64)[31], 32 + (1 + 10) + (2 + 10));
+        EXPECT_EQ(to_host(y, 64)[32], 0);
+        cudaStreamDestroy(s.stream);
+        cudaFree(x), cudaFree(y), cudaFree(increment);
+    }
+    EXPECT_EQ(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal),
+              cudaErrorStreamCaptureUnsupported);
+}
+
+// What waits, allocates or belongs to the host has no place in a capture.
+TEST_F(CudaSimDeathTest, CapturesHoldWorkOfTheDeviceAlone) {
+    float *x = to_device(ramp(64)), *pinned = nullptr;
+    cudaMallocHost(&pinned, 64);
+    cudaEvent_t event;
+    cudaEventCreate(&event);
+    const auto expect_fault = [](const char* call, const std::function<void(cudaStream_t)>& act) {
+        EXPECT_DEATH(
+            act(CapturingStream().stream),
+            std::string("cudasim: .*") + call + "( while this thread captures| in the capture of a stream)");
+    };
+    void* memory = nullptr;
+    expect_fault("cudaMalloc", [&](cudaStream_t) { cudaMalloc(&memory, 64); });
+    expect_fault("cudaFree", [&](cudaStream_t) { cudaFree(x); });
+    expect_fault("cudaMallocHost", [&](cudaStream_t) { cudaMallocHost(&memory, 64); });
+    expect_fault("cudaStreamSynchronize", [](cudaStream_t stream) { cudaStreamSynchronize(stream); });
+    expect_fault("cudaDeviceSynchronize", [](cudaStream_t) { cudaDeviceSynchronize(); });
+    expect_fault("cudaEventSynchronize", [&](cudaStream_t) { cudaEventSynchronize(event); });
+    expect_fault("cudaEventRecord", [&](cudaStream_t stream) { cudaEventRecord(event, stream); });
+    expect_fault("cudaMemcpy", [&](cudaStream_t) { to_host(x, 1); });
+    expect_fault("cudaMemcpy", [&](cudaStream_t stream) {
+        cudaMemcpyAsync(pinned, x, 64, cudaMemcpyDeviceToHost, stream);
+    });
+    expect_fault("cudaMemcpy", [&](cudaStream_t stream) {
+        cudaMemcpyAsync(x, pinned, 64, cudaMemcpyHostToDevice, stream);
+    });
+    expect_fault("ncclAllReduce",
+                 [](cudaStream_t stream) { cudasim::enqueue(stream, "ncclAllReduce", true, [] {}); });
+    cudaEventDestroy(event), cudaFreeHost(pinned), cudaFree(x);
 }
 
 }  // namespace
