@@ -15,7 +15,8 @@ struct TempFolder {
         if (mkdtemp(path.data()) == nullptr) fail("%s: cannot create", path.c_str());
     }
     ~TempFolder() {
-        std::error_code ignored;
+        std::error_code ignored;  // a test may have taken the right to write away
+        std::filesystem::permissions(path, std::filesystem::perms::owner_all, ignored);
         std::filesystem::remove_all(path, ignored);
     }
     TempFolder(const TempFolder&) = delete;

@@ -1,208 +1,15 @@
-// The program as a user runs it, in processes of its own: training, resume, signals, kills, bad input.
-// Each test works in a fresh folder; the program is the one beside this test.
-#include <fcntl.h>
-#include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
+// The program as a user runs it: training, resume, signals, kills, bad input.
+#include "dev/test/program.h"
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <map>
-#include <nlohmann/json.hpp>
-#include <random>
 #include <set>
-#include <sstream>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "data/token_files.h"
 #include "data/tokenizer.h"
 #include "model/integrity.h"
 #include "model/safetensors.h"
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-using std::chrono::milliseconds;
-
 namespace {
-
-std::string program() { return (fs::read_symlink("/proc/self/exe").parent_path() / "train_gpt").string(); }
-
-struct Result {
-    int status = -1;  // exit status, or -signal
-    std::string out, err;
-};
-
-std::string read_file(const fs::path& path) {
-    std::ifstream file(path, std::ios::binary);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-}
-
-// A folder that is gone when the test ends.
-struct Folder {
-    fs::path path;
-    Folder() {
-        std::string pattern = (fs::temp_directory_path() / "mugpt_program_XXXXXX").string();
-        path = mkdtemp(pattern.data());
-    }
-    ~Folder() {
-        std::error_code ignored;
-        fs::permissions(path, fs::perms::owner_all, ignored);
-        fs::remove_all(path, ignored);
-    }
-    std::string operator/(const std::string& name) const { return (path / name).string(); }
-};
-
-// Starts the program with stdout and stderr into files of `folder`, or stdout into another file.
-pid_t start(const Folder& folder, const std::vector<std::string>& arguments,
-            rlim_t file_limit = RLIM_INFINITY, const std::string& stdout_path = "") {
-    fs::remove(folder / "stdout");  // a wait for its text must not see an earlier run's
-    const pid_t pid = fork();
-    if (pid != 0) return pid;
-    setenv("OMP_WAIT_POLICY", "passive", 1);  // on a busy machine, threads that spin take turns with others
-    const std::string out_path = stdout_path.empty() ? folder / "stdout" : stdout_path;
-    const int out = open(out_path.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
-    const int err = open((folder / "stderr").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
-    dup2(out, STDOUT_FILENO);
-    dup2(err, STDERR_FILENO);
-    if (file_limit != RLIM_INFINITY) {
-        const rlimit limit = {file_limit, file_limit};
-        setrlimit(RLIMIT_FSIZE, &limit);
-    }
-    std::vector<std::string> all = {program()};
-    all.insert(all.end(), arguments.begin(), arguments.end());
-    std::vector<char*> argv;
-    for (std::string& argument : all) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    execv(argv[0], argv.data());
-    _exit(127);
-}
-
-Result finish(const Folder& folder, pid_t pid) {
-    int status = 0;
-    waitpid(pid, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), read_file(folder / "stdout"),
-            read_file(folder / "stderr")};
-}
-
-Result run(const Folder& folder, const std::vector<std::string>& arguments) {
-    return finish(folder, start(folder, arguments));
-}
-
-// Tokens that a model can learn from: a noisy walk over the vocabulary.
-void write_shard(const std::string& path, size_t count, uint32_t vocab, unsigned seed) {
-    std::mt19937 random(seed);
-    std::vector<uint32_t> tokens(count);
-    for (size_t i = 0; i < count; i++) {
-        tokens[i] = i > 0 && random() % 4 != 0 ? (tokens[i - 1] * 5 + 1) % vocab : random() % vocab;
-    }
-    token_file_write(path, tokens, 2);
-}
-
-using Arguments = std::vector<std::string>;
-
-// A model that trains in milliseconds a step, on two shards whose epoch ends inside a step.
-Arguments tiny(const Folder& folder, const std::string& out, const Arguments& more = {}) {
-    if (!fs::exists(folder / "data_train_000.bin")) {
-        write_shard(folder / "data_train_000.bin", 1500, 101, 1);
-        write_shard(folder / "data_train_001.bin", 999, 101, 2);
-        write_shard(folder / "data_val_000.bin", 700, 101, 3);
-    }
-    Arguments arguments = {"--train-data",
-                           folder / "data_train_*.bin",
-                           "--val-data",
-                           folder / "data_val_*.bin",
-                           "--out",
-                           folder / out,
-                           "--layers",
-                           "2",
-                           "--heads",
-                           "3",
-                           "--channels",
-                           "48",
-                           "--seq-len",
-                           "24",
-                           "--vocab-size",
-                           "101",
-                           "--batch-size",
-                           "4",
-                           "--tokens-per-step",
-                           "288",
-                           "--steps",
-                           "20",
-                           "--lr",
-                           "3e-3",
-                           "--warmup",
-                           "4",
-                           "--val-every",
-                           "7",
-                           "--sample-tokens",
-                           "5",
-                           "--checkpoint-every",
-                           "0",
-                           "--threads",
-                           "2"};
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-}
-
-// The same with other values of some options.
-Arguments tiny_with(const Folder& folder, const std::string& out, const Arguments& changes) {
-    Arguments arguments = tiny(folder, out);
-    for (size_t i = 0; i < changes.size(); i += 2) {
-        const auto at = std::find(arguments.begin(), arguments.end(), changes[i]);
-        if (at != arguments.end()) {
-            *(at + 1) = changes[i + 1];
-        } else {
-            arguments.insert(arguments.end(), {changes[i], changes[i + 1]});
-        }
-    }
-    return arguments;
-}
-
-std::vector<json> log_lines(const std::string& folder) {
-    std::vector<json> lines;
-    std::ifstream file(folder + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
-    return lines;
-}
-
-// Steps of the checkpoints in a folder.
-std::vector<uint64_t> checkpoints(const std::string& folder) {
-    std::vector<uint64_t> steps;
-    if (!fs::exists(folder)) return steps;
-    for (const auto& entry : fs::directory_iterator(folder)) {
-        const std::string name = entry.path().filename().string();
-        if (name.starts_with("step_")) steps.push_back(std::stoul(name.substr(5)));
-    }
-    std::sort(steps.begin(), steps.end());
-    return steps;
-}
-
-// Drops every other checkpoint, as if the process had been killed right after it saved this one.
-void keep_checkpoint(const std::string& folder, uint64_t step) {
-    for (const uint64_t other : checkpoints(folder)) {
-        char name[32];
-        snprintf(name, sizeof(name), "/step_%08lu", other);
-        if (other != step) fs::remove_all(folder + name);
-    }
-}
-
-// Waits, half a minute at most, until a file holds a text.
-void wait_for(const std::string& path, const std::string& text) {
-    for (int i = 0; i < 1500 && read_file(path).find(text) == std::string::npos; i++)
-        std::this_thread::sleep_for(milliseconds(20));
-}
 
 // Gives a tensor of a model folder one value, from element `first` on.
 void overwrite_tensor(const std::string& folder, const std::string& name, float value, size_t first = 0) {
@@ -220,55 +27,13 @@ void overwrite_tensor(const std::string& folder, const std::string& name, float 
     for (size_t i = 0; i < count; i++) file.write(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// Every file of a folder with its contents and the time of its last change.
-using Snapshot = std::map<std::string, std::pair<std::string, fs::file_time_type>>;
-Snapshot snapshot(const std::string& folder) {
-    Snapshot files;
-    for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-        const std::string text = entry.is_regular_file() ? read_file(entry.path()) : "";
-        files[entry.path().string()] = {text, entry.last_write_time()};
-    }
-    return files;
-}
-
-// The training lines of a log without the fields that hold times.
-std::vector<std::string> training_lines(const std::string& folder) {
-    std::vector<std::string> lines;
-    for (json object : log_lines(folder)) {
-        if (object["type"] != "train" && object["type"] != "val") continue;
-        for (const char* time : {"ms", "optimizer_ms", "tokens_per_second", "mfu", "peak_bytes"})
-            object.erase(time);
-        lines.push_back(object.dump());
-    }
-    return lines;
-}
-
-std::string one_line(std::string text) {
-    if (!text.empty() && text.back() == '\n') text.pop_back();
-    return text;
-}
-
-// The program ends with status 1 and one line on stderr that holds each of `words`.
-void expect_rejected(const Folder& folder, const Arguments& arguments,
-                     const std::vector<std::string>& words) {
-    const auto begin = std::chrono::steady_clock::now();
-    const Result result = run(folder, arguments);
-    const std::string line = one_line(result.err);
-    EXPECT_EQ(result.status, 1) << line;
-    EXPECT_FALSE(line.empty());
-    EXPECT_EQ(line.find('\n'), std::string::npos) << line;
-    for (const std::string& word : words)
-        EXPECT_NE(line.find(word), std::string::npos) << word << " in: " << line;
-    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
-}
-
 }  // namespace
 
 void expect_resume_equals_straight_run(const std::string& optimizer, const std::string& dtype,
                                        const std::string& state_dtype,
                                        const std::vector<const char*>& steps) {
     SCOPED_TRACE(optimizer + " " + dtype + " " + state_dtype);
-    Folder folder;
+    TempFolder folder;
     const Arguments kind = {"--optimizer", optimizer, "--dtype", dtype, "--state-dtype", state_dtype};
     const Result straight = run(folder, tiny(folder, "straight", kind));
     ASSERT_EQ(straight.status, 0) << straight.err;
@@ -307,7 +72,7 @@ TEST(Program, ResumeWithAnotherRecomputeEqualsTheStraightRunBitForBit) {
     for (const char* optimizer : {"adamw", "muon"}) {
         for (const char* dtype : {"fp32", "bf16", "fp16"}) {
             SCOPED_TRACE(std::string(optimizer) + " " + dtype);
-            Folder folder;
+            TempFolder folder;
             const Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
             ASSERT_EQ(run(folder, tiny(folder, "straight", kind)).status, 0);
             const auto with = [&](const Arguments& more) {
@@ -329,7 +94,7 @@ TEST(Program, ResumeWithAnotherRecomputeEqualsTheStraightRunBitForBit) {
                 EXPECT_EQ(read_file(folder / "resumed" + file), read_file(folder / "straight" + file));
         }
     }
-    Folder folder;
+    TempFolder folder;
     expect_rejected(folder, tiny(folder, "run", {"--recompute", "all"}), {"--recompute", "all"});
 }
 
@@ -358,7 +123,7 @@ TEST(Program, TheMemoryTableIsComplete) {
             std::set<uint64_t> activations;
             for (const char* recompute : {"none", "gelu", "block"}) {
                 SCOPED_TRACE(std::string(optimizer) + " " + dtype + " " + recompute);
-                Folder folder;
+                TempFolder folder;
                 const Result result =
                     run(folder, tiny_with(folder, "run",
                                           {"--optimizer", optimizer, "--dtype", dtype, "--recompute",
@@ -396,7 +161,7 @@ TEST(Program, TheMemoryTableIsComplete) {
 // halves it, loses no step, and takes the scale with it into a checkpoint.
 TEST(Program, Fp16RecoversFromOverflow) {
     for (const char* optimizer : {"adamw", "muon"}) {
-        Folder folder;
+        TempFolder folder;
         const auto arguments = [&](const std::string& out, const Arguments& changes) {
             Arguments all =
                 tiny_with(folder, out,
@@ -448,7 +213,7 @@ void set_loss_scale(const std::string& checkpoint, double scale) {
 TEST(Program, Fp16RecoversFromOverflowAtChosenSteps) {
     for (const char* optimizer : {"adamw", "muon"}) {
         SCOPED_TRACE(optimizer);
-        Folder folder;
+        TempFolder folder;
         const auto train = [&](const std::string& out) {
             return run(folder, tiny_with(folder, out,
                                          {"--dtype", "fp16", "--optimizer", optimizer, "--tokens-per-step",
@@ -501,7 +266,7 @@ TEST(Program, Fp16RecoversFromOverflowAtChosenSteps) {
 // Steps from --epochs, the warm-up's tenth and the model's shape are the run's own, not the defaults of a
 // later command line.
 TEST(Program, ResumeKeepsWhatTheStraightRunDerived) {
-    Folder folder;
+    TempFolder folder;
     const auto derived = [&](const std::string& out) {
         Arguments arguments = tiny_with(folder, out, {"--checkpoint-every", "15", "--keep", "0"});
         for (const char* name : {"--steps", "--warmup"}) {
@@ -528,7 +293,7 @@ TEST(Program, ResumeKeepsWhatTheStraightRunDerived) {
 
 // A warm-up that was given keeps its length even where it is the default's: 700 of 1000 steps.
 TEST(Program, ResumeKeepsAGivenWarmup) {
-    Folder folder;
+    TempFolder folder;
     Arguments arguments = tiny_with(folder, "run", {"--steps", "1000", "--warmup", "700"});
     for (int part = 0; part < 2; part++) {
         const pid_t pid = start(folder, arguments);
@@ -548,7 +313,7 @@ TEST(Program, ResumeKeepsAGivenWarmup) {
 }
 
 TEST(Program, ThreadsDoNotChangeTheBits) {
-    Folder folder;
+    TempFolder folder;
     for (const std::string threads : {"1", "2", "3"}) {
         Arguments arguments = tiny(folder, "threads" + threads, {"--optimizer", "muon"});
         *(std::find(arguments.begin(), arguments.end(), "--threads") + 1) = threads;
@@ -558,7 +323,7 @@ TEST(Program, ThreadsDoNotChangeTheBits) {
 }
 
 TEST(Program, ValidationSamplesAndCheckpointsDoNotDisturbTraining) {
-    Folder folder;
+    TempFolder folder;
     const auto losses = [&](const std::string& out, const Arguments& changes) {
         EXPECT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
         std::vector<std::string> lines;
@@ -575,7 +340,7 @@ TEST(Program, ValidationSamplesAndCheckpointsDoNotDisturbTraining) {
 }
 
 TEST(Program, LearnsAndWritesItsLogs) {
-    Folder folder;
+    TempFolder folder;
     const Result result = run(folder, tiny(folder, "run", {"--optimizer", "muon"}));
     ASSERT_EQ(result.status, 0) << result.err;
     EXPECT_NE(result.out.find("Muon"), std::string::npos);
@@ -606,7 +371,7 @@ TEST(Program, LearnsAndWritesItsLogs) {
 }
 
 TEST(Program, AFinishedRunResumesToNothing) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
     const auto before = fs::last_write_time(folder / "run/step_00000020/state.json");
     const std::string log = read_file(folder / "run/log.jsonl");
@@ -617,7 +382,7 @@ TEST(Program, AFinishedRunResumesToNothing) {
 }
 
 TEST(Program, ResumeSaysWhatChangedAndRefusesWhatCannot) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
     const Result longer = run(folder, {"--out", folder / "run", "--resume", "--steps", "25", "--lr", "1e-3"});
     EXPECT_EQ(longer.status, 0) << longer.err;
@@ -636,7 +401,7 @@ TEST(Program, ResumeSaysWhatChangedAndRefusesWhatCannot) {
 }
 
 TEST(Program, ChangedDataAreNoticedOnResume) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
     const Arguments resume = {"--out", folder / "run", "--resume", "--steps", "22"};
     fs::rename(folder / "data_train_001.bin", folder / "data_train_002.bin");
@@ -653,7 +418,7 @@ TEST(Program, ChangedDataAreNoticedOnResume) {
 
 // --new-data is taken at its word where the data are the same, and is for a resumed run alone.
 TEST(Program, NewDataStartsAtTheBeginning) {
-    Folder folder;
+    TempFolder folder;
     expect_rejected(folder, tiny(folder, "run", {"--new-data"}), {"--new-data", "--resume"});
     const Arguments rate_of_zero = {"--lr", "0", "--steps", "8", "--checkpoint-every", "0"};
     ASSERT_EQ(run(folder, tiny_with(folder, "run", rate_of_zero)).status, 0);
@@ -668,7 +433,7 @@ TEST(Program, NewDataStartsAtTheBeginning) {
 
 // A shard is mapped into memory: what another program cuts off of it cannot be read any more.
 TEST(Program, AShardThatIsCutOffWhileItIsReadIsOneLine) {
-    Folder folder;
+    TempFolder folder;
     const pid_t pid = start(folder, tiny_with(folder, "run", {"--steps", "100000"}));
     wait_for(folder / "stdout", "tok/s");
     for (const char* name : {"data_train_000.bin", "data_train_001.bin"}) fs::resize_file(folder / name, 0);
@@ -680,7 +445,7 @@ TEST(Program, AShardThatIsCutOffWhileItIsReadIsOneLine) {
 // Validation and samples may be long; a signal does not wait for them.
 TEST(Program, SignalsCutValidationAndSamplesShort) {
     for (const bool sample : {false, true}) {
-        Folder folder;
+        TempFolder folder;
         write_shard(folder / "data_val_000.bin", 2000000, 101, 3);
         const Arguments changes =
             sample ? Arguments{"--sample-tokens", "1000000", "--sample-every", "1", "--val-every", "0"}
@@ -698,7 +463,7 @@ TEST(Program, SignalsCutValidationAndSamplesShort) {
 
 TEST(Program, SignalsFinishTheStepSaveAndExitCleanly) {
     for (const int signal : {SIGTERM, SIGINT}) {
-        Folder folder;
+        TempFolder folder;
         Arguments arguments = tiny(folder, "run", {"--log-every", "1"});
         *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
         const pid_t pid = start(folder, arguments);
@@ -717,7 +482,7 @@ TEST(Program, SignalsFinishTheStepSaveAndExitCleanly) {
 
 // The step that a signal falls into may be the last: then the run is done, not stopped.
 TEST(Program, ASignalInTheLastStepChangesNothing) {
-    Folder folder;
+    TempFolder folder;
     const pid_t pid = start(
         folder, tiny_with(folder, "run", {"--steps", "1", "--tokens-per-step", "57600", "--warmup", "0"}));
     wait_for(folder / "run/log.jsonl", "val");
@@ -730,7 +495,7 @@ TEST(Program, ASignalInTheLastStepChangesNothing) {
 
 // Nothing that is there may be lost, not even the log, because no checkpoint can be read.
 TEST(Program, DamagedCheckpointsAreNotStartedOver) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny_with(folder, "run", {"--checkpoint-every", "10"})).status, 0);
     for (const char* step : {"10", "20"}) {
         const std::string name = std::string("run/step_000000") + step;
@@ -746,7 +511,7 @@ TEST(Program, DamagedCheckpointsAreNotStartedOver) {
 
 // A model folder with damaged weights: every gradient is NaN, and no step can be taken.
 TEST(Program, NanEndsTheRunWithOneLine) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "good")).status, 0);
     const std::string good = folder / "good/step_00000020", damaged = folder / "damaged";
     fs::copy(good, damaged);
@@ -775,7 +540,7 @@ TEST(Program, NanEndsTheRunWithOneLine) {
 // resumed run skips is counted on from there. What is not finite has reached no weight and no average.
 void expect_skips_change_nothing(const std::string& optimizer, const std::string& state_dtype) {
     SCOPED_TRACE(optimizer + " " + state_dtype);
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "good")).status, 0);
     const std::string model = folder / "good/step_00000020";
     overwrite_tensor(model, "transformer.wte.weight", 1e30f);
@@ -814,7 +579,7 @@ TEST(Program, SkippedStepsAreSavedAndLoggedOnce) {
 
 // The rows of validation are the same whatever a batch holds, so one number comes out.
 TEST(Program, ValidationIsOneNumberAtAnyBatchSize) {
-    Folder folder;
+    TempFolder folder;
     std::vector<uint32_t> tokens(1001);  // ever harder to guess
     std::mt19937 random(11);
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = random() % (1 + i / 10);
@@ -838,7 +603,7 @@ TEST(Program, ValidationIsOneNumberAtAnyBatchSize) {
 
 // A training step at rate 0 is a dry run: everything happens, and the weights stay as they are.
 TEST(Program, ARateOfZeroMovesNothing) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny_with(folder, "run",
                                     {"--lr", "0", "--checkpoint-every", "1", "--keep", "0", "--steps", "3",
                                      "--warmup", "1"}))
@@ -851,7 +616,7 @@ TEST(Program, ARateOfZeroMovesNothing) {
 // What goes to stdout and does not arrive is an error, whatever the command.
 TEST(Program, AFullStdoutIsReported) {
     if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "run")).status, 0);
     std::ofstream(folder / "text.txt") << std::string(1000, 'x');
     for (const Arguments& arguments : {Arguments{"--help"},
@@ -868,7 +633,7 @@ TEST(Program, AFullStdoutIsReported) {
 
 // The table of owners and the total count the same parameters: a padded vocabulary has more rows in memory.
 TEST(Program, TheOwnersTableAddsUp) {
-    Folder folder;
+    TempFolder folder;
     const Result result =
         run(folder, tiny_with(folder, "run", {"--optimizer", "muon", "--steps", "1", "--warmup", "0"}));
     ASSERT_EQ(result.status, 0) << result.err;
@@ -893,7 +658,7 @@ TEST(Program, TheOwnersTableAddsUp) {
 }
 
 TEST(Program, SlowTwentyKillsWhileSavingLoseNoCheckpoint) {
-    Folder folder;
+    TempFolder folder;
     Arguments arguments = tiny(folder, "run", {"--resume"});
     *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
     *(std::find(arguments.begin(), arguments.end(), "--checkpoint-every") + 1) = "1";
@@ -921,7 +686,7 @@ TEST(Program, SlowTwentyKillsWhileSavingLoseNoCheckpoint) {
 }
 
 TEST(Program, AFileSizeLimitIsReportedAndTheOldCheckpointStays) {
-    Folder folder;
+    TempFolder folder;
     Arguments arguments = tiny(folder, "run");
     ASSERT_EQ(run(folder, arguments).status, 0);
     const pid_t pid = start(folder, {"--out", folder / "run", "--resume", "--steps", "21"}, 100000);
@@ -933,7 +698,7 @@ TEST(Program, AFileSizeLimitIsReportedAndTheOldCheckpointStays) {
 
 // nlohmann/json#302: where the decimal point is a comma, "0.1" was once read as 0.
 TEST(Program, TheLocaleChangesNothing) {
-    Folder folder;
+    TempFolder folder;
     ASSERT_EQ(run(folder, tiny(folder, "plain")).status, 0);
     // Debian's `locales` package has the sources; the locale is made here, for this test alone.
     const std::string make = "localedef -i de_DE -f UTF-8 " + (folder / "de_DE.UTF-8") + " 2>/dev/null";
@@ -951,14 +716,14 @@ TEST(Program, TheLocaleChangesNothing) {
 }
 
 TEST(Program, TwoRunsInOneFolderAreRefused) {
-    Folder folder;
+    TempFolder folder;
     Arguments arguments = tiny(folder, "run");
     *(std::find(arguments.begin(), arguments.end(), "--steps") + 1) = "100000";
     const pid_t pid = start(folder, arguments);
     for (int i = 0; i < 200 && !fs::exists(folder / "run/log.jsonl"); i++) {
         std::this_thread::sleep_for(milliseconds(20));
     }
-    Folder second;
+    TempFolder second;
     Arguments other = tiny(second, "x");
     *(std::find(other.begin(), other.end(), "--out") + 1) = folder / "run";
     expect_rejected(second, other, {"--out", "another run"});
@@ -967,7 +732,7 @@ TEST(Program, TwoRunsInOneFolderAreRefused) {
 }
 
 TEST(Program, OddFolderNames) {
-    Folder folder;
+    TempFolder folder;
     for (const std::string name :
          {"a.b/c.d", "with space", "%s%n", "quote'\"", "new\nline", "caf\xc3\xa9", "raw\xff"}) {
         EXPECT_EQ(run(folder, tiny(folder, name)).status, 0) << name;
@@ -979,7 +744,7 @@ TEST(Program, OddFolderNames) {
 }
 
 TEST(Program, BadOptionsAreOneLineAndStatus1) {
-    Folder folder;
+    TempFolder folder;
     const auto with = [&](const Arguments& changes) {
         Arguments arguments = tiny(folder, "run");
         const auto at = std::find(arguments.begin(), arguments.end(), changes[0]);
@@ -1031,7 +796,7 @@ TEST(Program, BadOptionsAreOneLineAndStatus1) {
 
 // What sampling needs is checked before training begins.
 TEST(Program, TokenizersMustFitModelAndPrompt) {
-    Folder folder;
+    TempFolder folder;
     tokenizer_write(folder / "bytes.json", byte_tokenizer());
     json merges = json::parse(read_file(folder / "bytes.json"));
     merges["model"]["merges"] = {"a b"};
@@ -1073,7 +838,7 @@ TEST(Program, TokenizersMustFitModelAndPrompt) {
 }
 
 TEST(Program, BadDataAreOneLineAndStatus1) {
-    Folder folder;
+    TempFolder folder;
     const auto with_train = [&](const std::string& path) {
         Arguments arguments = tiny(folder, "run");
         *(std::find(arguments.begin(), arguments.end(), "--train-data") + 1) = path;
@@ -1099,7 +864,7 @@ TEST(Program, BadDataAreOneLineAndStatus1) {
     expect_rejected(folder, with_train(folder / "magic.bin"), {"magic.bin"});
     std::ofstream(folder / "empty.bin", std::ios::binary) << "";
     expect_rejected(folder, with_train(folder / "empty.bin"), {"empty.bin"});
-    expect_rejected(folder, with_train(folder.path.string()), {folder.path.string()});
+    expect_rejected(folder, with_train(folder.path), {folder.path});
     Arguments small_validation = tiny(folder, "run");
     write_shard(folder / "small_val.bin", 24, 101, 1);  // a row of 24 needs 25
     *(std::find(small_validation.begin(), small_validation.end(), "--val-data") + 1) =
@@ -1110,7 +875,7 @@ TEST(Program, BadDataAreOneLineAndStatus1) {
 }
 
 TEST(Program, TokenizeTrainGenerate) {
-    Folder folder;
+    TempFolder folder;
     std::ofstream text(folder / "text.txt");
     // 25 bytes: every phase of the sentence meets every position of a row.
     for (int i = 0; i < 400; i++) text << "the cat sat on the mats. ";
@@ -1169,7 +934,7 @@ TEST(Program, TokenizeTrainGenerate) {
 }
 
 TEST(Program, VersionAndHelp) {
-    Folder folder;
+    TempFolder folder;
     for (const Arguments& arguments : {Arguments{"--help"},
                                        {"train", "--help"},
                                        {"tokenize", "--help"},
