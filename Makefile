@@ -71,13 +71,14 @@ ifneq ($(STATIC),)
     LIBS := $(patsubst -lcudart,-lcudart_static -lrt -ldl,$(LIBS:-lxxhash=-l:libxxhash.a)) -l:libgomp.a -lpthread
 endif
 
-# Between ranks, the data of CPUs goes by TCP, that of GPUs by NCCL where it is installed.
+# Between ranks, the data of CPUs goes by TCP, that of GPUs by NCCL where it is installed. Ranks are processes; in
+# the simulator threads.
 transport_of_cpu := tcp
 transport_of_sim := nccl
-TRANSPORT := dist/transport_$(or $(transport_of_$(BACKEND)),none).cpp
+RANKS := dist/transport_$(or $(transport_of_$(BACKEND)),none).cpp dist/launcher$(if $(filter sim,$(BACKEND)),_threads).cpp
 
 LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) \
-           $(filter-out dist/transport_%,$(wildcard dist/*.cpp)) $(TRANSPORT) $(OPS)
+           $(filter-out dist/transport_% dist/launcher%,$(wildcard dist/*.cpp)) $(RANKS) $(OPS)
 OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.

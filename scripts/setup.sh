@@ -9,6 +9,7 @@ packages=(
     libxxhash-dev              # checkpoint checksums
     libgtest-dev               # tests
     libboost-context-dev       # tests: fibers of the CUDA simulator
+    openmpi-bin                # tests: ranks started by mpirun; nothing is linked with MPI
     locales                    # a test in a locale with a decimal comma
     libopenblas-openmp-dev     # the yardstick of `make bench`
 )

@@ -2,7 +2,9 @@
 // rank is a process of its own, forked or started again from this program.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pty.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,6 +13,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -25,6 +28,7 @@
 #include "dev/test/temp_folder.h"
 #include "dist/comm.h"
 #include "dist/environment.h"
+#include "dist/launcher.h"
 #include "dist/sockets.h"
 #include "kernels/error.h"
 
@@ -975,9 +979,239 @@ TEST(Meeting, Rank0Dies) {
     EXPECT_TRUE(ended.says("rank 0 ended while ranks met")) << ended.err;
 }
 
+// ---------------------------------------------------------------------------------------------------
+// Launchers: this program started again, by them, as a rank that does what its arguments say
+
+volatile std::sig_atomic_t signals_caught = 0;
+void catch_signal(int) { signals_caught = signals_caught + 1; }
+
+// Until a rank has caught a signal, and a moment longer, in which a second one would come. Returns how many
+// each rank has caught, on rank 0.
+std::string count_signals(Comm* comm, const std::string& folder) {
+    for (const int number : {SIGINT, SIGTERM, SIGHUP}) signal(number, catch_signal);
+    const std::string rank = std::to_string(comm_rank(comm));
+    std::ofstream(folder + "/ready_" + rank) << getpid();
+    for (double stop = 0; stop == 0;) {
+        sleep_seconds(0.01);
+        stop = signals_caught;
+        comm_sum(comm, &stop, 1);
+    }
+    sleep_seconds(0.2);
+    std::string counts;
+    for (const std::string& count : comm_gather(comm, std::to_string(signals_caught))) counts += count + " ";
+    return counts;
+}
+
+// `rank WHAT FOLDER`, started by a launcher.
+int rank_program(const std::string& what, const std::string& folder) {
+    const RankEnvironment environment = rank_environment();
+    if (what == "exit" && environment.rank == 1) return 3;
+    const int status = run_rank(environment, 20, [&](Comm* comm) {
+        comm_set_timeout(comm, what == "silent" ? 1.5 : 20);
+        std::string said;
+        if (what == "sum") {
+            double sum = comm_rank(comm) + 1;
+            comm_sum(comm, &sum, 1);
+            require(getenv("MUGPT_LISTEN_FD") == nullptr, "environment");
+            require(comm_rank(comm) == 0 || getchar() == EOF, "no stdin");
+            said = std::to_string(comm_ranks(comm)) + " ranks, sum " + std::to_string(sum);
+        } else if (what == "fail") {
+            if (comm_rank(comm) == 2) fail("shard 7: cut off");
+            work(comm, Doing::values);
+        } else if (what == "signals") {
+            said = count_signals(comm, folder);
+        } else {
+            std::ofstream(folder + "/ready_" + std::to_string(comm_rank(comm))) << getpid();
+            work(comm, Doing::values);
+        }
+        printf("%s\n", said.c_str());  // only rank 0 has somebody to hear it
+        fflush(stdout);
+    });
+    return status;
+}
+
+[[noreturn]] void start_again(const std::vector<std::string>& arguments) {
+    std::vector<std::string> texts = {"test_dist"};
+    texts.insert(texts.end(), arguments.begin(), arguments.end());
+    std::vector<char*> argv;
+    for (std::string& text : texts) argv.push_back(text.data());
+    argv.push_back(nullptr);
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
+}
+
+// launch_ranks with three ranks, in a process of its own.
+struct Launched {
+    Processes processes;
+
+    explicit Launched(const std::string& what, bool on_terminal = false) {
+        // Ranks that outlive their launcher become this process's children.
+        prctl(PR_SET_CHILD_SUBREAPER, 1);
+        processes.start([&, on_terminal]() -> int {
+            if (on_terminal) become_terminals(what);
+            const int out = open((processes.folder / "stdout").c_str(), O_CREAT | O_WRONLY, 0644);
+            dup2(out, STDOUT_FILENO);
+            start_again({"launch", what, processes.folder.path});
+        });
+    }
+
+    // Runs it as a terminal's foreground job, types Ctrl-C when the ranks are ready, and ends with its
+    // status.
+    [[noreturn]] void become_terminals(const std::string& what) {
+        int terminal = -1;
+        const pid_t pid = forkpty(&terminal, nullptr, nullptr, nullptr);
+        if (pid == 0) start_again({"launch", what, processes.folder.path});
+        wait_until_ready();
+        [[maybe_unused]] const ssize_t typed = write(terminal, "\x03", 1);
+        std::string out;
+        char buffer[256];
+        for (ssize_t n; (n = read(terminal, buffer, sizeof(buffer))) > 0;)
+            out.append(buffer, static_cast<size_t>(n));
+        std::ofstream(processes.folder / "stdout") << out;
+        int status = 0;
+        waitpid(pid, &status, 0);
+        _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 99);
+    }
+
+    // Process ids of the ranks.
+    std::vector<pid_t> wait_until_ready() {
+        std::vector<pid_t> pids;
+        const double deadline = monotonic_seconds() + hang_seconds;
+        for (int rank = 0; rank < 3 && monotonic_seconds() < deadline;) {
+            const std::string text = read_file(processes.folder / ("ready_" + std::to_string(rank)));
+            if (text.empty()) {
+                sleep_seconds(0.01);
+                continue;
+            }
+            pids.push_back(std::stoi(text));
+            rank++;
+        }
+        return pids;
+    }
+
+    std::string out() const { return read_file(processes.folder / "stdout"); }
+};
+
+TEST(Launch, AllEndWell) {
+    Launched run("sum");
+    const Ended ended = run.processes.finish();
+    EXPECT_EQ(ended.statuses[0], 0);
+    EXPECT_EQ(ended.err, "");
+    EXPECT_EQ(run.out(), "3 ranks, sum 6.000000\n");
+}
+
+TEST(Launch, KilledRank) {
+    for (const size_t victim : {0, 2}) {
+        Launched run("work");
+        kill(run.wait_until_ready().at(victim), SIGKILL);
+        expect_failure(run.processes.finish(),
+                       victim == 0 ? "rank 0 was killed by signal 9 (Killed)" : gone(2));
+    }
+}
+
+// Where rank 0 cannot say what has happened, the launcher does.
+TEST(Launch, Rank0CannotSayIt) {
+    Launched exits("exit"), silent("silent");  // together, to save time
+    const std::vector<pid_t> pids = silent.wait_until_ready();
+    kill(pids.at(0), SIGSTOP);
+    expect_failure(exits.processes.finish(),
+                   "rank 1 ended with status 3; rank 0 did not end by itself and was killed");
+    const Ended ended = silent.processes.finish();
+    EXPECT_EQ(ended.statuses[0], 1);
+    EXPECT_EQ(ended.lines(), 1u);
+    EXPECT_TRUE(ended.says(" ended with status 1; rank 0 did not end by itself and was killed")) << ended.err;
+}
+
+TEST(Launch, StopSignalsReachEveryRankOnce) {
+    for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+        SCOPED_TRACE(strsignal(number));
+        Launched run("signals");
+        run.wait_until_ready();
+        kill(run.processes.pids[0], number);
+        const Ended ended = run.processes.finish();
+        EXPECT_EQ(ended.statuses[0], 0);
+        EXPECT_EQ(ended.err, "");
+        EXPECT_EQ(run.out(), "1 1 1 \n");
+    }
+}
+
+TEST(Launch, CtrlCOnATerminal) {
+    Launched run("signals", true);
+    EXPECT_EQ(run.processes.finish().statuses[0], 0);
+    EXPECT_NE(run.out().find("1 1 1 "), std::string::npos) << run.out();
+}
+
+TEST(Launch, SignalThatIsNotCaught) {
+    Launched run("work");
+    run.wait_until_ready();
+    kill(run.processes.pids[0], SIGTERM);
+    const Ended ended = run.processes.finish();
+    EXPECT_EQ(ended.statuses[0], 128 + SIGTERM);
+    EXPECT_EQ(ended.err, "");
+}
+
+TEST(Launch, StoppedAndContinued) {
+    Launched run("work");
+    const std::vector<pid_t> pids = run.wait_until_ready();
+    const auto wait_for_state = [](pid_t pid, const std::string& states) {
+        for (const double deadline = monotonic_seconds() + 10; monotonic_seconds() < deadline;) {
+            const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
+            if (states.find(stat.at(stat.rfind(')') + 2)) != std::string::npos) return true;
+            sleep_seconds(0.01);
+        }
+        return false;
+    };
+    kill(run.processes.pids[0], SIGTSTP);
+    for (const pid_t pid : {run.processes.pids[0], pids.at(0), pids.at(2)})
+        EXPECT_TRUE(wait_for_state(pid, "T"));
+    kill(run.processes.pids[0], SIGCONT);
+    for (const pid_t pid : {run.processes.pids[0], pids.at(0), pids.at(2)})
+        EXPECT_TRUE(wait_for_state(pid, "SR"));
+    kill(run.processes.pids[0], SIGTERM);
+    EXPECT_EQ(run.processes.finish().statuses[0], 128 + SIGTERM);
+}
+
+TEST(Launch, RanksDoNotOutliveTheLauncher) {
+    Launched run("work");
+    const std::vector<pid_t> pids = run.wait_until_ready();
+    kill(run.processes.pids[0], SIGKILL);
+    EXPECT_EQ(run.processes.finish().statuses[0], -SIGKILL);
+    for (const pid_t pid : pids) {
+        int status = 0;
+        EXPECT_EQ(waitpid(pid, &status, 0), pid);
+        EXPECT_TRUE(WIFSIGNALED(status));
+    }
+}
+
+// The real mpirun. Its own text beside a failure's line is its business.
+TEST(Launch, Mpirun) {
+    if (system("command -v mpirun >/dev/null") != 0) GTEST_SKIP() << "mpirun is not here (openmpi-bin)";
+    char self[4096] = "";
+    ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
+    const auto run = [&](const std::string& what, int& status) {
+        const std::string command = std::string("mpirun --allow-run-as-root --oversubscribe -np 3 ") + self +
+                                    " rank " + what + " /tmp 2>&1";
+        FILE* pipe = popen(("timeout 30 " + command).c_str(), "r");
+        std::string out;
+        for (int c; (c = fgetc(pipe)) != EOF;) out += static_cast<char>(c);
+        status = WEXITSTATUS(pclose(pipe));
+        return out;
+    };
+    int status = 0;
+    const std::string out = run("sum", status);
+    EXPECT_EQ(status, 0);
+    EXPECT_NE(out.find("3 ranks, sum 6.000000\n"), std::string::npos) << out;
+    const std::string failed = run("fail", status);
+    EXPECT_NE(status, 0);
+    EXPECT_NE(failed.find("train_gpt: rank 2: shard 7: cut off\n"), std::string::npos) << failed;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+    const std::string mode = argc == 4 ? argv[1] : "";
+    if (mode == "rank") return rank_program(argv[2], argv[3]);
+    if (mode == "launch") return launch_ranks(3, {"rank", argv[2], argv[3]}, nullptr, print_line);
     testing::InitGoogleTest(&argc, argv);
     return RUN_ALL_TESTS();
 }
