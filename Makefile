@@ -33,7 +33,7 @@ LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
 ifeq ($(BACKEND),cpu)
-    TESTS += test_dist
+    TESTS += test_dist test_ranks
 endif
 ifeq ($(BACKEND),cuda)
     ifeq ($(NVCC),)
@@ -106,7 +106,7 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS)
 	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
 	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
-$(BUILD)/test_program: | $(BUILD)/train_gpt  # which it runs
+$(BUILD)/test_program $(BUILD)/test_ranks: | $(BUILD)/train_gpt  # which they run
 # The simulator stands alone: its tests link no op.
 $(simulator_tests:%=$(BUILD)/%): $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o \
         $(patsubst %.cpp,$(BUILD)/%.o,$(wildcard dev/cudasim/*.cpp)) $(BUILD)/kernels/error.o

@@ -1153,13 +1153,15 @@ void train(const TrainCommand& command, Comm* comm) {
     }
 }
 
+void report_failure(const std::string& line) { console_error(line); }
+
 // Returns the exit status.
 int run_rank(const RankEnvironment& environment, const std::vector<std::string>& arguments);
 
 // Trains as a rank of those that a launcher started, or starts as many as --ranks says.
 int train_command(const std::vector<std::string>& arguments, const TrainCommand& parsed, Comm* comm) {
     const int asked = parsed.options.ranks, ranks = comm_ranks(comm);
-    if (asked > 1 && ranks == 1) return launch_ranks(asked, arguments, run_rank);
+    if (asked > 1 && ranks == 1) return launch_ranks(asked, arguments, run_rank, report_failure);
     if (asked != 0 && asked != ranks) fail("--ranks %d: the launcher has started %d", asked, ranks);
     train(parsed, comm);
     return 0;
@@ -1187,8 +1189,6 @@ int run_command(std::vector<std::string> arguments, Comm* comm) {
     if (comm_rank(comm) == 0) console_print(help);
     return 0;
 }
-
-void report_failure(const std::string& line) { console_error(line); }
 
 // The program as one rank, from its arguments to its exit status. A rank that fails ends all the others.
 int run_rank(const RankEnvironment& environment, const std::vector<std::string>& arguments) {

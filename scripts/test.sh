@@ -16,7 +16,7 @@ scripts/setup.sh || exit 1
 jobs=$(nproc)
 # Threads that wait do not spin: tests of many small ops on a machine that does other things as well.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-tests="test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt test_program"
+tests="test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt test_program test_ranks"
 passed=0 failed=0 skipped=0
 
 # Runs a GoogleTest program and adds up its results; one that ends without a summary has failed.

@@ -45,16 +45,18 @@ inline std::string read_file(const fs::path& path) {
     return text.str();
 }
 
-// Starts the program with stdout and stderr into files of `folder`, or stdout into another file.
+// Starts the program with stdout and stderr into files of `folder`, or into others.
 inline pid_t start(const TempFolder& folder, const std::vector<std::string>& arguments,
-                   rlim_t file_limit = RLIM_INFINITY, const std::string& stdout_path = "") {
+                   rlim_t file_limit = RLIM_INFINITY, const std::string& stdout_path = "",
+                   const std::string& stderr_path = "") {
     fs::remove(folder / "stdout");  // a wait for its text must not see an earlier run's
     const pid_t pid = fork();
     if (pid != 0) return pid;
     setenv("OMP_WAIT_POLICY", "passive", 1);  // on a busy machine, threads that spin take turns with others
     const std::string out_path = stdout_path.empty() ? folder / "stdout" : stdout_path;
     const int out = open(out_path.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
-    const int err = open((folder / "stderr").c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
+    const std::string err_path = stderr_path.empty() ? folder / "stderr" : stderr_path;
+    const int err = open(err_path.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0644);
     dup2(out, STDOUT_FILENO);
     dup2(err, STDERR_FILENO);
     if (file_limit != RLIM_INFINITY) {
