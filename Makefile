@@ -60,7 +60,7 @@ ifeq ($(BACKEND),sim)
     FLAGS += -Idev/cudasim -DMUGPT_CUDASIM -Wno-unknown-pragmas
     OPS := $(wildcard kernels/cuda/*.cu dev/cudasim/*.cpp)
     simulator_tests := test_cudasim test_cublaslt test_nccl
-    TESTS += $(simulator_tests) test_instructions test_fused_linear test_cuda test_backends
+    TESTS += $(simulator_tests) test_instructions test_fused_linear test_cuda test_backends test_simulated_ranks
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 

@@ -82,7 +82,8 @@ CUDASIM_SEED=1 run_test build/sim/test_cuda
 model="Golden.*:SixteenBit*.LogitsLossGradients"
 run_test build/sim/test_gpt --gtest_filter="$model"
 run_test build/sim/test_backends
-run_command "mutations of the CUDA sources" dev/test/mutations.sh
+CUDASIM_DEVICES=4 run_test build/sim/test_simulated_ranks
+CUDASIM_DEVICES=4 run_command "mutations of the CUDA sources" dev/test/mutations.sh
 out=$(mktemp -d)
 GPU_CHECK_FILTER='*LayerNorm*' GPU_CHECK_MODEL_FILTER='Golden.LogitsLossGradients' \
     run_command "gpu_check.sh on the simulator" scripts/gpu_check.sh --prebuilt build/sim --size tiny --out "$out"

@@ -7,15 +7,17 @@ cd "$(dirname "$0")/../.."
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 mkdir -p "$copy/build"
-cp -a Makefile kernels optim model data cli dev train_gpt.cu test_gpt.cu "$copy"
+cp -a Makefile kernels optim model data cli dist dev train_gpt.cu test_gpt.cu "$copy"
 cp -a build/git_commit.h "$copy/build"
 find build/sim -name '*.o' -print0 | xargs -0 cp -a --parents -t "$copy"
 git init -q "$copy" # so that the Makefile's question for the commit ends there
 
 failed=0
-# A source, a sed command that breaks it, the tests that must notice, and their program.
+# A source (of kernels/cuda, or with its folder), a sed command that breaks it, the tests that must notice, and
+# their program.
 mutate() {
-    local file=kernels/cuda/$1 command=$2 tests=$3 program=build/sim/${4:-test_kernels}
+    local file=$1 command=$2 tests=$3 program=build/sim/${4:-test_kernels}
+    case $1 in */*) ;; *) file=kernels/cuda/$1 ;; esac
     sed "$command" "$file" >"$copy/$file"
     if cmp -s "$file" "$copy/$file"; then
         echo "mutations: $1: nothing matches $command" >&2
@@ -49,4 +51,10 @@ mutate gemm_symmetric.cu 's/if (!diagonal) {/if (true) {/' '*/1.Symmetric*' test
 mutate gemm_symmetric.cu 's/row < rows/row <= rows/' '*/1.Symmetric*' test_cuda
 mutate embedding.cu 's/if (row >= N) return;/if (row > N) return;/' '*/0.Embedding'
 mutate linear.cu 's/if (column >= OC) return;//' '*/0.LinearForward'
+# What one stream must wait for on another: gradients before they are sent, their sums before the update, the
+# update before it is sent, weights before the next forward.
+mutate dist/data_parallel.cpp '0,/stream_wait(dp.transfers, dp.ready);/s///' 'Ranks.*' test_simulated_ranks
+mutate dist/data_parallel.cpp 's/stream_wait(dp.compute, dp.reduced);//' 'Ranks.*' test_simulated_ranks
+mutate dist/data_parallel.cpp '/void gather_weights/,$s/stream_wait(dp.transfers, dp.ready);//' 'Ranks.*' test_simulated_ranks
+mutate dist/data_parallel.cpp 's/stream_wait(dp.compute, dp.gathered\[stage\]);//' 'Ranks.*' test_simulated_ranks
 exit $failed

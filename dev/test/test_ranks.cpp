@@ -115,9 +115,9 @@ INSTANTIATE_TEST_SUITE_P(Ranks, SameBits,
                          testing::Values(Kind{"adamw", "fp32", "fp32"}, Kind{"muon", "fp32", "fp32"},
                                          Kind{"adamw", "bf16", "bf16"}, Kind{"muon", "bf16", "bf16"},
                                          Kind{"adamw", "fp16", "fp32"}, Kind{"muon", "fp16", "bf16"}),
-                         [](const auto& info) {
-                             return std::string(info.param.optimizer) + "_" + info.param.dtype + "_" +
-                                    info.param.reduce_dtype;
+                         [](const auto& tested) {
+                             return std::string(tested.param.optimizer) + "_" + tested.param.dtype + "_" +
+                                    tested.param.reduce_dtype;
                          });
 
 TEST(Ranks, ThreeRanksAreThreeLeaves) {
