@@ -91,7 +91,7 @@ void wait_for_links(Control& control, double interval) {
     }
     const double before = monotonic_seconds();
     poll_until(wait, before + interval);
-    const double waited = std::min(monotonic_seconds() - before, 2 * interval);
+    const double waited = std::min(monotonic_seconds() - before, interval);
     for (Link& link : control.links) link.silent += waited;
     uint64_t ignored;
     if (wait[0].revents != 0) [[maybe_unused]]

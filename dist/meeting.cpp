@@ -67,16 +67,6 @@ std::optional<std::pair<Kind, std::string>> receive_answer(int socket, double de
     return std::pair(head.kind, text);
 }
 
-// ---------------------------------------------------------------------------------------------------
-// Connections whose Hello has not come whole
-
-struct Newcomer {
-    int socket;
-    double deadline;
-    size_t received = 0;
-    Hello hello = {};
-};
-
 enum class Reading { more, whole, stranger };
 
 Reading read_hello(Newcomer& newcomer) {
@@ -121,7 +111,7 @@ std::string missing_ranks(const Meeting& meeting, double timeout) {
 }
 
 // Ends all ranks that have met, and those that come within a moment.
-[[noreturn]] void end_meeting(const Meeting& meeting, int listener, const std::string& why,
+[[noreturn]] void end_meeting(const Meeting& meeting, Door& door, const std::string& why,
                               void (*report)(const std::string&)) {
     report(why);  // first: a launcher may end this process as soon as another one ends
     for (const std::vector<int>* sockets : {&meeting.values, &meeting.signals}) {
@@ -129,7 +119,7 @@ std::string missing_ranks(const Meeting& meeting, double timeout) {
             if (socket >= 0) answer(socket, Kind::failure, "");
         }
     }
-    accept_hellos(listener, monotonic_seconds() + linger_seconds, [](const Hello&, int socket) {
+    accept_hellos(door, monotonic_seconds() + linger_seconds, [](const Hello&, int socket) {
         answer(socket, Kind::failure, "");
         return false;
     });
@@ -178,16 +168,16 @@ std::string table_of_ranks(const Meeting& meeting) {
 
 Meeting lead_meeting(const RankEnvironment& environment, double timeout, void (*report)(const std::string&)) {
     const size_t ranks = static_cast<size_t>(environment.ranks);
-    const int listener = environment.listening_socket >= 0 ? environment.listening_socket
-                                                           : listen_at(environment.address, environment.port);
-    set_nonblocking(listener);
+    Door door = {environment.listening_socket >= 0 ? environment.listening_socket
+                                                   : listen_at(environment.address, environment.port)};
+    set_nonblocking(door.listener);
     Meeting meeting;
     meeting.values.assign(ranks, -1), meeting.signals.assign(ranks, -1), meeting.addresses.resize(ranks);
     const Hello own = hello_of(environment, Channel::values);
     std::vector<Hello> hellos(ranks, own);
     size_t missing = 2 * (ranks - 1);
     const bool complete =
-        accept_hellos(listener, monotonic_seconds() + timeout, [&](const Hello& hello, int socket) {
+        accept_hellos(door, monotonic_seconds() + timeout, [&](const Hello& hello, int socket) {
             if (hello.run != own.run || hello.channel == Channel::data) {
                 answer(socket, Kind::refusal, "another run meets there; choose another MASTER_PORT");
                 close(socket);
@@ -196,7 +186,7 @@ Meeting lead_meeting(const RankEnvironment& environment, double timeout, void (*
             const std::string why = misfit(hello, meeting);
             if (!why.empty()) {
                 answer(socket, Kind::failure, "");
-                end_meeting(meeting, listener, why, report);
+                end_meeting(meeting, door, why, report);
             }
             const size_t rank = static_cast<size_t>(hello.rank);
             (hello.channel == Channel::values ? meeting.values : meeting.signals)[rank] = socket;
@@ -204,8 +194,8 @@ Meeting lead_meeting(const RankEnvironment& environment, double timeout, void (*
             meeting.addresses[rank] = peer_address(socket);
             return --missing == 0;
         });
-    if (!complete) end_meeting(meeting, listener, missing_ranks(meeting, timeout), report);
-    close(listener);
+    if (!complete) end_meeting(meeting, door, missing_ranks(meeting, timeout), report);
+    close_door(door);
     meeting.nodes = number_nodes(hellos);
     for (const Hello& hello : hellos) meeting.hosts.push_back(hello.host);
     const std::string table = table_of_ranks(meeting);
@@ -258,33 +248,36 @@ Meeting join_meeting(const RankEnvironment& environment, double timeout) {
 
 }  // namespace
 
-bool accept_hellos(int listener, double deadline, const std::function<bool(const Hello&, int)>& arrived) {
-    std::vector<Newcomer> newcomers;
-    bool done = false;
-    while (!done && monotonic_seconds() < deadline) {
-        std::vector<pollfd> wait = {{listener, POLLIN, 0}};
+bool accept_hellos(Door& door, double deadline, const std::function<bool(const Hello&, int)>& arrived) {
+    while (monotonic_seconds() < deadline) {
+        std::vector<pollfd> wait = {{door.listener, POLLIN, 0}};
         double next = deadline;
-        for (const Newcomer& newcomer : newcomers) {
+        for (const Newcomer& newcomer : door.newcomers) {
             wait.push_back({newcomer.socket, POLLIN, 0});
             next = std::min(next, newcomer.deadline);
         }
         poll_until(wait, next);
-        for (size_t i = newcomers.size(); i-- > 0 && !done;) {
-            Newcomer& newcomer = newcomers[i];
-            const Reading reading = wait[i + 1].revents != 0 ? read_hello(newcomer) : Reading::more;
+        for (size_t i = door.newcomers.size(); i-- > 0;) {
+            const Reading reading = wait[i + 1].revents != 0 ? read_hello(door.newcomers[i]) : Reading::more;
+            const Newcomer newcomer = door.newcomers[i];
             if (reading == Reading::more && monotonic_seconds() < newcomer.deadline) continue;
-            if (reading == Reading::whole) {
-                done = arrived(newcomer.hello, newcomer.socket);
-            } else {
+            door.newcomers.erase(door.newcomers.begin() + static_cast<ptrdiff_t>(i));
+            if (reading != Reading::whole) {
                 close(newcomer.socket);
+            } else if (arrived(newcomer.hello, newcomer.socket)) {
+                return true;
             }
-            newcomers.erase(newcomers.begin() + static_cast<ptrdiff_t>(i));
         }
-        for (int socket = -1; !done && (socket = accept_connection(listener)) >= 0;)
-            newcomers.push_back({socket, monotonic_seconds() + stranger_seconds});
+        for (int socket = -1; (socket = accept_connection(door.listener)) >= 0;)
+            door.newcomers.push_back({socket, monotonic_seconds() + stranger_seconds});
     }
-    for (const Newcomer& newcomer : newcomers) close(newcomer.socket);
-    return done;
+    return false;
+}
+
+void close_door(Door& door) {
+    close(door.listener);
+    for (const Newcomer& newcomer : door.newcomers) close(newcomer.socket);
+    door = {-1};
 }
 
 Meeting meet(const RankEnvironment& environment, double timeout_seconds,

@@ -24,10 +24,26 @@ struct Hello {
     char host[64] = {};  // the machine's name
 };
 
+// A connection whose Hello has not come whole.
+struct Newcomer {
+    int socket;
+    double deadline;
+    size_t received = 0;
+    Hello hello = {};
+};
+
+// Where connections come in.
+struct Door {
+    int listener;
+    std::vector<Newcomer> newcomers = {};
+};
+
 // Accepts connections and reads who they are from, any number at once, until the deadline or until `arrived`
 // has returned true, which it returns. `arrived` is told of each whose first message is a Hello, and owns the
-// socket from then on.
-bool accept_hellos(int listener, double deadline, const std::function<bool(const Hello&, int)>& arrived);
+// socket from then on. Those that have not said it yet wait in the door for the next call.
+bool accept_hellos(Door& door, double deadline, const std::function<bool(const Hello&, int)>& arrived);
+// Closes the listener and the connections of those that wait.
+void close_door(Door& door);
 
 struct Meeting {
     // By rank; -1 where there is none. Rank 0 is connected to all, each other rank to rank 0.

@@ -121,8 +121,8 @@ void add_flows(const Transport* transport, const std::vector<Transfer>& transfer
 }  // namespace
 
 Transport* transport_open(Comm* comm, Stream*) {
-    const int listener = open_listener(comm);
-    std::istringstream ports(exchange_ports(comm, listening_port(listener)));
+    Door door = {open_listener(comm)};
+    std::istringstream ports(exchange_ports(comm, listening_port(door.listener)));
     Hello hello;
     hello.channel = Channel::data, hello.rank = comm_rank(comm), hello.ranks = comm_ranks(comm);
     ports >> hello.run;
@@ -146,8 +146,8 @@ Transport* transport_open(Comm* comm, Stream*) {
         return --missing == 0;
     };
     // One that dies before it is here ends this process by itself.
-    if (missing > 0) accept_hellos(listener, INFINITY, arrived);
-    close(listener);
+    if (missing > 0) accept_hellos(door, INFINITY, arrived);
+    close_door(door);
     return transport;
 }
 
