@@ -1192,9 +1192,15 @@ TEST(Launch, RanksDoNotOutliveTheLauncher) {
     const std::vector<pid_t> pids = run.wait_until_ready();
     kill(run.processes.pids[0], SIGKILL);
     EXPECT_EQ(run.processes.finish().statuses[0], -SIGKILL);
+    const double deadline = monotonic_seconds() + hang_seconds;
     for (const pid_t pid : pids) {
         int status = 0;
-        EXPECT_EQ(waitpid(pid, &status, 0), pid);
+        while (waitpid(pid, &status, WNOHANG) == 0) {
+            sleep_seconds(0.01);
+            if (monotonic_seconds() < deadline) continue;
+            ADD_FAILURE() << "a rank lives on";
+            kill(pid, SIGKILL);
+        }
         EXPECT_TRUE(WIFSIGNALED(status));
     }
 }
