@@ -6,7 +6,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 struct Stream;  // defined by the backend
 
@@ -63,3 +66,17 @@ void event_destroy(Event* event);
 void event_record(Event* event, Stream* stream);
 // What is queued on the stream from now on waits for the point that was recorded last.
 void stream_wait(Stream* stream, Event* event);
+
+// Ops that are queued again and again, as those of an optimizer's step. A GPU records them as a CUDA graph,
+// which one call launches: a step of many small kernels waits no longer for the host to start each.
+struct Replay;
+Replay* replay_create();
+void replay_destroy(Replay* replay);
+
+// Queues on the stream what `queue` queues there. On a GPU the first call with a key runs `queue`, whose ops
+// may take scratch memory then; the second records it, and those that follow launch the record without
+// calling it. So `queue` must do nothing else, may neither wait nor allocate nor copy from or to the host,
+// and all that its ops get by value, pointers and numbers, must be the same for the same key. What changes,
+// they read from memory.
+void replay(Replay* replay, const std::vector<uintptr_t>& key, const std::function<void()>& queue,
+            Stream* stream);

@@ -148,6 +148,11 @@ void event_destroy(Event* event) { delete event; }
 void event_record(Event*, Stream*) {}
 void stream_wait(Stream*, Event*) {}
 
+struct Replay {};
+Replay* replay_create() { return new Replay; }
+void replay_destroy(Replay* replay) { delete replay; }
+void replay(Replay*, const std::vector<uintptr_t>&, const std::function<void()>& queue, Stream*) { queue(); }
+
 void* shared_scratch(Stream* stream, size_t bytes) {
     grow(stream, stream->shared, bytes);
     return stream->shared.memory;

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <unordered_map>
 
@@ -30,6 +31,7 @@ struct Stream {
 
     void* scratch = nullptr;  // for one op at a time: partial sums, sorted tokens, cuBLASLt's workspace
     size_t scratch_bytes = 0;
+    uint64_t scratch_moves = 0;  // how often it has grown: a recorded op knows only where it was
 
     // What ran last, for the tests.
     const char* attention_kernel = nullptr;  // "flash" or "general"
