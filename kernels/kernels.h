@@ -169,23 +169,44 @@ void adamw_update(Storage* param, float* master, State* m, State* v, const float
 // ---------------------------------------------------------------------------------------------------
 // Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, orthogonalisation, update
 
-// g = grad*grad_scale; momentum = mu*momentum + (1-mu)*g;
-// direction = nesterov ? (1-mu)*g + mu*momentum : momentum. All (n).
-template <typename State>
-void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
-                   float grad_scale, const StateRounding& rounding, Stream* stream);
+// What changes from step to step. Ops read it from device memory when they run: so they can be recorded once
+// and replayed (kernels/device.h).
+struct MuonStep {
+    float mu;          // of the momentum
+    float grad_scale;  // multiplies the gradients: clipping and unscaling
+    float lr;
+    float decay;             // 1 - lr * weight_decay
+    uint32_t rounding_step;  // StateRounding::step
+    uint32_t skip;           // not 0: momentum, masters and parameters stay as they are
+};
 
-// For each of `batch` contiguous matrices of n entries: x = direction / (safety * Frobenius norm), the norm
-// scaled so that 1e-30 and 1e30 are ordinary. A zero or non-finite norm gives x = 0, and degenerate(i) = 1
-// (else 0). x, direction (batch,n), may be the same buffer for float; degenerate (batch).
-template <typename Storage>
-void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t batch, size_t n, float safety,
-                    Stream* stream);
+// A matrix of n entries, where it lies in the arenas of gradients, parameters and master weights.
+struct MuonBlock {
+    void* momentum;        // (n) of State
+    size_t offset;         // of its first entry in gradients and parameters; StateRounding::first
+    size_t master_offset;  // in the master weights
+    bool decays;
+};
 
-// p = p*(1 - lr*weight_decay) - lr*scale*update, p as in adamw_update. All (n). Update is float or fp16_t.
+// For each of `batch` blocks of n entries each, in as few launches as an order of its own for every norm
+// needs:
+//   g = grad*grad_scale; momentum = mu*momentum + (1-mu)*g;
+//   direction = nesterov ? (1-mu)*g + mu*momentum : momentum;
+//   x = direction / (safety * Frobenius norm), the norm scaled so that 1e-30 and 1e30 are ordinary.
+// A zero or non-finite norm gives x = 0, and degenerate(i) = 1 (else 0); a skipped step x = 0 and degenerate
+// 0. x, direction (batch,n), may be the same buffer for float; degenerate, blocks (batch); grads is the
+// arena. blocks and step are in device memory. `seed` is StateRounding's.
+template <typename State, typename Storage>
+void muon_prologue(Storage* x, int* degenerate, float* direction, const float* grads, const MuonBlock* blocks,
+                   const MuonStep* step, size_t batch, size_t n, bool nesterov, float safety, uint64_t seed,
+                   Stream* stream);
+
+// For each of `batch` blocks: p = p*decay - lr*scale*update, with a decay of 1 where the block has none; p as
+// in adamw_update. params and master are the arenas, updates (batch,n), blocks (batch). Update is float or
+// fp16_t.
 template <typename Storage, typename Update>
-void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
-                 float weight_decay, Stream* stream);
+void muon_epilogue(Storage* params, float* master, const Update* updates, const MuonBlock* blocks,
+                   const MuonStep* step, size_t batch, size_t n, float scale, Stream* stream);
 
 // For each of `batch` contiguous matrices: d = alpha * op(a) * op(b) + beta * c, where op transposes if
 // asked. op(a) (m,k), op(b) (k,n), c and d (m,n); c may be null when beta is 0, and may not be d. The bits of

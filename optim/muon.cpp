@@ -30,11 +30,32 @@ size_t muon_workspace(size_t count, size_t rows, size_t cols) {
     return count * rows * cols + newton_schulz_workspace(count, rows, cols);
 }
 
+void muon_create(Optimizer& optimizer, Stream* stream) {
+    std::vector<MuonBlock> blocks;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) {
+        for (const size_t index : batch) {
+            const OptimizerSlot& slot = optimizer.slots[index];
+            blocks.push_back({slot.first, slot.offset(), slot.master_offset, slot.parameter->weight_decay});
+        }
+    }
+    if (blocks.empty()) return;
+    const size_t bytes = blocks.size() * sizeof(MuonBlock);
+    optimizer.muon_blocks = static_cast<MuonBlock*>(device_malloc(bytes, stream));
+    copy_to_device(optimizer.muon_blocks, blocks.data(), bytes, stream);
+    optimizer.muon_step = static_cast<MuonStep*>(device_malloc(sizeof(MuonStep), stream));
+    optimizer.muon_replay = replay_create();
+}
+
+namespace {
+
+// Queues all of a step. What differs from one step to the next stands in optimizer.muon_step alone.
 template <typename State, typename Iterate, typename Storage>
-void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
-               float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
+void queue_step(const Optimizer& optimizer, Storage* params, float* master, const float* grads,
+                float* workspace, size_t workspace_floats, Stream* stream) {
     const OptimizerConfig& config = optimizer.config;
-    int* degenerate = optimizer.degenerate;  // of the next chunk
+    const MuonStep* step = optimizer.muon_step;
+    const MuonBlock* blocks = optimizer.muon_blocks;  // of the next chunk
+    int* degenerate = optimizer.degenerate;
     for (const std::vector<size_t>& batch : optimizer.muon_batches) {
         const OptimizerSlot& any = optimizer.slots[batch.front()];
         const size_t rows = any.block.rows, cols = any.parameter->cols, size = any.size();
@@ -49,32 +70,47 @@ void muon_step(Optimizer& optimizer, Storage* params, float* master, const float
             } else {
                 x = reinterpret_cast<Iterate*>(directions + count * size);
             }
-            for (size_t i = 0; i < count; i++) {
-                const OptimizerSlot& slot = optimizer.slots[batch[first + i]];
-                muon_momentum(directions + i * size, static_cast<State*>(slot.first), grads + slot.offset(),
-                              size, config.muon_momentum, config.muon_nesterov, grad_scale,
-                              optimizer_rounding(optimizer, slot), stream);
-            }
             // No safety margin in the norm: both coefficient sets tolerate a little more than 1.
-            muon_normalize(x, degenerate, directions, count, size, 1.0f, stream);
+            muon_prologue<State>(x, degenerate, directions, grads, blocks, step, count, size,
+                                 config.muon_nesterov, 1.0f, config.seed, stream);
             const Iterate* updates =
                 newton_schulz(x, x + count * size, count, rows, cols, optimizer.newton_schulz, stream);
-            for (size_t i = 0; i < count; i++) {
-                const OptimizerSlot& slot = optimizer.slots[batch[first + i]];
-                const size_t offset = slot.offset();
-                // The decay uses the learning rate itself, not the one that the shape scales.
-                const float weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
-                muon_update(params + offset, master == nullptr ? nullptr : master + slot.master_offset,
-                            updates + i * size, size, lr, scale, weight_decay, stream);
-            }
+            muon_epilogue(params, master, updates, blocks, step, count, size, scale, stream);
+            blocks += count;
             degenerate += count;
-            optimizer.orthogonalized += count;
         }
     }
-    if (degenerate == optimizer.degenerate) return;
-    std::vector<int> flags(static_cast<size_t>(degenerate - optimizer.degenerate));
-    copy_to_host(flags.data(), optimizer.degenerate, flags.size() * sizeof(int), stream);
+}
+
+}  // namespace
+
+template <typename State, typename Iterate, typename Storage>
+void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
+               float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
+    size_t count = 0;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) count += batch.size();
+    if (count == 0) return;
+    const OptimizerConfig& config = optimizer.config;
+    // The decay uses the learning rate itself, not the one that the shape scales.
+    const MuonStep step = {.mu = config.muon_momentum,
+                           .grad_scale = grad_scale,
+                           .lr = lr,
+                           .decay = static_cast<float>(1.0 - static_cast<double>(lr) * config.weight_decay),
+                           .rounding_step = static_cast<uint32_t>(optimizer.steps),
+                           .skip = 0};
+    copy_to_device(optimizer.muon_step, &step, sizeof(step), stream);
+    const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+    replay(
+        optimizer.muon_replay,
+        {address(params), address(master), address(grads), address(workspace), workspace_floats},
+        [&] {
+            queue_step<State, Iterate>(optimizer, params, master, grads, workspace, workspace_floats, stream);
+        },
+        stream);
+    std::vector<int> flags(count);
+    copy_to_host(flags.data(), optimizer.degenerate, count * sizeof(int), stream);
     optimizer.degenerate_updates += std::accumulate(flags.begin(), flags.end(), uint64_t{0});
+    optimizer.orthogonalized += count;
 }
 
 #define INSTANTIATE_FOR(State, Iterate, Storage)                                                      \

@@ -13,6 +13,9 @@ float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
 // Floats of workspace for orthogonalising `count` blocks of (rows, cols) together, in fp32; fp16 takes less.
 size_t muon_workspace(size_t count, size_t rows, size_t cols);
 
+// What muon_step needs beside the state: where each own block of muon_batches lies, on the device.
+void muon_create(Optimizer& optimizer, Stream* stream);
+
 // Updates the Muon slots and counts the degenerate ones. State is the config's state_dtype, Iterate the type
 // of Newton-Schulz's matrices, float or fp16_t; other arguments as in optimizer_step, which has checked that
 // one matrix of each shape fits the workspace.

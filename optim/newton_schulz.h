@@ -43,13 +43,13 @@ void newton_schulz_check(const std::string& name, const std::vector<NewtonSchulz
 size_t newton_schulz_workspace(size_t batch, size_t rows, size_t cols);
 
 // Applies the steps to `batch` contiguous (rows, cols) matrices, each of spectral norm at most 1 (see
-// muon_normalize). Uses x and the workspace by turns and returns where the result lies: x after an even
+// muon_prologue). Uses x and the workspace by turns and returns where the result lies: x after an even
 // number of steps, the start of the workspace after an odd one. The Gram matrix of the smaller side is used,
 // so a tall matrix needs no transpose: 4 m^2 n + 2 m^3 FLOPs a step for sides m <= n. A zero matrix stays
 // exactly zero. The bits of one matrix do not depend on its batch.
 //
 // Element is float or fp16_t: each product is rounded to it once, its sums are fp32. fp16's 11 bits are
-// enough where the norm was divided by in fp32 before rounding, as muon_normalize does; bf16's 8 are not
+// enough where the norm was divided by in fp32 before rounding, as muon_prologue does; bf16's 8 are not
 // offered.
 template <typename Element>
 Element* newton_schulz(Element* x, Element* workspace, size_t batch, size_t rows, size_t cols,

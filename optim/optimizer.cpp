@@ -98,12 +98,16 @@ Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& 
         slot.second = next;
         next += vector_bytes;
     }
+    muon_create(optimizer, stream);
     return optimizer;
 }
 
 void optimizer_destroy(Optimizer& optimizer, Stream* stream) {
     device_free(optimizer.state, stream);
     device_free(optimizer.degenerate, stream);
+    device_free(optimizer.muon_blocks, stream);
+    device_free(optimizer.muon_step, stream);
+    replay_destroy(optimizer.muon_replay);
     optimizer = {};
 }
 

@@ -63,8 +63,11 @@ struct Optimizer {
     std::vector<std::vector<size_t>> muon_batches;  // Muon's own slots, those of equal shape together
     void* state = nullptr;                          // one arena
     size_t state_elements = 0;
-    int* degenerate = nullptr;        // one flag a slot; the first are those of muon_batches, in order
-    uint64_t steps = 0;               // optimizer steps taken: t of AdamW's bias correction
+    int* degenerate = nullptr;         // one flag a slot; the first are those of muon_batches, in order
+    MuonBlock* muon_blocks = nullptr;  // on the device, those of muon_batches in order
+    MuonStep* muon_step = nullptr;     // on the device: of the current step
+    Replay* muon_replay = nullptr;     // of Muon's ops
+    uint64_t steps = 0;                // optimizer steps taken: t of AdamW's bias correction
     uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
     uint64_t orthogonalized = 0;      // matrices that went through Newton-Schulz so far
 };

@@ -206,10 +206,18 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
     row("sum_of_squares", sum_cost(n), [&] { sum_of_squares(total, dweight, 4 * C, C, stream); });
     row("adamw_update", adamw_update_cost(n, s),
         [&] { adamw_update(weight, masters, m, v, dweight, n, step, {}, stream); });
-    row("muon_momentum", muon_momentum_cost(n),
-        [&] { muon_momentum(v, m, dweight, n, 0.95f, true, 1.0f, {}, stream); });
-    row("muon_normalize", muon_normalize_cost(n, s),
-        [&] { muon_normalize(wide, degenerate, m, 1, std::min(n, N * 4 * C), 1.0f, stream); });
+    MuonBlock* block = reinterpret_cast<MuonBlock*>(floats(sizeof(MuonBlock) / sizeof(float)));
+    MuonStep* muon_step = reinterpret_cast<MuonStep*>(floats(sizeof(MuonStep) / sizeof(float)));
+    const MuonBlock whole = {m, 0, 0, true};
+    const MuonStep small = {
+        .mu = 0.95f, .grad_scale = 1, .lr = 1e-6f, .decay = 1, .rounding_step = 0, .skip = 0};
+    copy_to_device(block, &whole, sizeof(whole), stream);
+    copy_to_device(muon_step, &small, sizeof(small), stream);
+    Storage* normalized = stored(n);
+    row("muon_prologue", muon_prologue_cost(n, s), [&] {
+        muon_prologue<float>(normalized, degenerate, v, dweight, block, muon_step, 1, n, true, 1.0f, 0,
+                             stream);
+    });
     row("gemm_batched X X^T", gemm_cost(C, C, 4 * C, 1, s), [&] {
         gemm_batched<Storage>(wte, weight, weight, nullptr, false, true, C, C, 4 * C, 1.0f, 0.0f, 1, stream);
     });
@@ -225,8 +233,8 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
     row("gemm_symmetric polynomial, 3", gemm_symmetric_cost(C, C, true, 3, s), [&] {
         gemm_symmetric(polynomials, squares, squares, squares, false, C, C, 2.0f, -4.8f, 3.4f, 3, stream);
     });
-    row("muon_update", muon_update_cost(n, s),
-        [&] { muon_update(weight, masters, m, n, 1e-6f, 1.0f, 0.1f, stream); });
+    row("muon_epilogue", muon_epilogue_cost(n, s),
+        [&] { muon_epilogue(weight, masters, v, block, muon_step, 1, n, 1.0f, stream); });
 }
 
 void run(const Settings& settings) {

@@ -54,9 +54,9 @@ inline OpCost cross_entropy_cost(size_t N, size_t Vp, size_t s) { return {produc
 inline OpCost sum_cost(size_t n) { return {4 * product(n, 1)}; }
 // Reads gradient, both moments and the master copy, writes all but the gradient; 16-bit weights are written.
 inline OpCost adamw_update_cost(size_t n, size_t s) { return {product(n, 28 + (s == 4 ? 0 : s))}; }
-inline OpCost muon_momentum_cost(size_t n) { return {product(n, 16)}; }
-inline OpCost muon_normalize_cost(size_t n, size_t s) { return {product(n, 4 + s)}; }
-inline OpCost muon_update_cost(size_t n, size_t s) { return {product(n, 12 + (s == 4 ? 0 : s))}; }
+// Reads the gradient, reads and writes momentum and directions, writes what is normalised.
+inline OpCost muon_prologue_cost(size_t n, size_t s) { return {product(n, 20 + s)}; }
+inline OpCost muon_epilogue_cost(size_t n, size_t s) { return {product(n, 12 + (s == 4 ? 0 : s))}; }
 inline OpCost gemm_cost(size_t m, size_t n, size_t k, size_t batch, size_t s) {
     return {product(batch, m * k + k * n + m * n, s), 2 * product(batch, m * n, k)};
 }

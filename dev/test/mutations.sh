@@ -49,6 +49,8 @@ mutate gemm_symmetric.cu '0,/__syncthreads();/s///' '*/1.Symmetric*' test_cuda
 mutate gemm_symmetric.cu 's/cp_async_wait<stages - 2>();//' '*/1.Symmetric*' test_cuda
 mutate gemm_symmetric.cu 's/if (!diagonal) {/if (true) {/' '*/1.Symmetric*' test_cuda
 mutate gemm_symmetric.cu 's/row < rows/row <= rows/' '*/1.Symmetric*' test_cuda
+mutate muon.cu '0,/if (step->skip != 0) return;/s///' '*/0.MuonBlocks'
+mutate device.cu 's/ || replay->scratch_moves != stream->scratch_moves//' 'Replay.*' test_cuda
 mutate embedding.cu 's/if (row >= N) return;/if (row > N) return;/' '*/0.Embedding'
 mutate linear.cu 's/if (column >= OC) return;//' '*/0.LinearForward'
 # What one stream must wait for on another: gradients before they are sent, their sums before the update, the

@@ -2,10 +2,12 @@
 // a fast and a general one. test_kernels judges the results of both.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 
 #include "dev/test/buffers.h"
+#include "dev/test/muon_parts.h"
 #include "dev/test/reference.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/kernels.h"
@@ -157,6 +159,90 @@ TYPED_TEST(Cuda, SymmetricProductsAreBatchIndependent) {
             }
         }
     }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// replay
+
+// Parameters that an op moves by lr times their gradient: lr in device memory or, for AdamW, by value.
+struct Replayed {
+    StreamPointer stream = open_stream();
+    Stream* s = stream.get();
+    Buffer<float> params{normal<float>(300, 1), s}, m{std::vector<float>(300), s},
+        v{std::vector<float>(300), s};
+    Buffer<float> update{normal<float>(300, 2), s};
+    OnDevice<MuonBlock> block{{{nullptr, 0, 0, true}}, s};
+    OnDevice<MuonStep> step{{MuonStep{}}, s};
+    std::unique_ptr<Replay, void (*)(Replay*)> replay{replay_create(), replay_destroy};
+    int queued = 0;  // calls of what replay was given
+
+    void set(float lr) {
+        const MuonStep values = {
+            .mu = 0, .grad_scale = 1, .lr = lr, .decay = 1, .rounding_step = 0, .skip = 0};
+        copy_to_device(step, &values, sizeof(values), s);
+    }
+    void queue() {
+        queued++;
+        muon_epilogue<float, float>(params, nullptr, update, block, step, 1, 300, 1, s);
+    }
+    void run(uintptr_t key) {
+        ::replay(
+            replay.get(), {key}, [&] { queue(); }, s);
+    }
+};
+
+TEST(Replay, RunsThenRecordsThenLaunches) {
+    Replayed direct, replayed;
+    const auto run = [&](uintptr_t key, float lr) {
+        direct.set(lr), replayed.set(lr);
+        direct.queue(), replayed.run(key);
+        expect_same_bits({replayed.params.values()}, {direct.params.values()},
+                         "step " + std::to_string(direct.queued));
+    };
+    for (const float lr : {0.5f, 0.3f, 0.2f, 0.1f}) run(1, lr);
+    EXPECT_EQ(replayed.queued, 2);
+    for (const float lr : {0.5f, 0.3f, 0.2f, 0.1f}) run(2, lr);
+    EXPECT_EQ(replayed.queued, 4);
+    // An op that needs more scratch memory moves it, and a record may know where it was.
+    device_scratch(replayed.s, device_scratch_bytes(replayed.s) + 1000);
+    for (const float lr : {0.5f, 0.3f, 0.2f}) run(2, lr);
+    EXPECT_EQ(replayed.queued, 6);
+}
+
+// The test above can fail: a number that an op gets by value is that of the recording.
+TEST(Replay, NumbersByValueAreRecorded) {
+    Replayed r, expected;
+    for (const float lr : {0.5f, 0.25f, 0.125f, 0.0625f}) {
+        const auto step = [&](Replayed& to, float of) {
+            const AdamWStep by_value = {.lr = of,
+                                        .beta1 = 0.9f,
+                                        .beta2 = 0.9f,
+                                        .eps = 1e-8f,
+                                        .weight_decay = 0,
+                                        .bias_correction1 = 1,
+                                        .bias_correction2 = 1,
+                                        .grad_scale = 1};
+            adamw_update<float, float>(to.params, nullptr, to.m, to.v, to.update, 300, by_value, {}, to.s);
+        };
+        replay(
+            r.replay.get(), {1}, [&] { step(r, lr); }, r.s);
+        step(expected, std::max(lr, 0.25f));  // the second call's, which was recorded
+    }
+    expect_same_bits({r.params.values()}, {expected.params.values()}, "recorded");
+}
+
+TEST(Replay, ComesBackFromAnError) {
+    Replayed r;
+    r.set(0.5f);
+    r.run(1);
+    expect_refused("muon_epilogue", [&] {
+        replay(
+            r.replay.get(), {1},
+            [&] { muon_epilogue<float, float>(r.params, nullptr, r.update, r.block, r.step, 1, 0, 1, r.s); },
+            r.s);
+    });
+    for (int i = 0; i < 3; i++) r.run(1);
+    EXPECT_EQ(r.queued, 2);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "dev/test/buffers.h"
+#include "dev/test/muon_parts.h"
 #include "dev/test/reference.h"
 #include "kernels/kernels.h"
 #include "kernels/random.h"
@@ -1517,6 +1518,74 @@ TYPED_TEST(Kernels, MuonUpdate) {
     }
 }
 
+// Blocks that lie anywhere, in any order, with gaps between them: each gets the bits that it gets alone, and
+// nothing else is touched. A skipped step changes nothing, and its directions are zero.
+template <typename Storage, typename State>
+void check_muon_blocks(size_t n) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " state of " << sizeof(State) << " bytes");
+    const std::vector<size_t> offsets = {2 * n + 200, 64, n + 128}, master_offsets = {0, 2 * n + 128, n + 64};
+    const size_t batch = offsets.size(), entries = 3 * n + 300;
+    const auto start = normal<float>(entries, 1, 0.02), gradient = normal<float>(entries, 2);
+    const auto momenta = normal<State>(batch * n, 3);
+    const MuonStep moving = {
+        .mu = 0.9f, .grad_scale = 0.3f, .lr = 0.02f, .decay = 0.99f, .rounding_step = 5, .skip = 0};
+    const auto run = [&](const std::vector<std::vector<size_t>>& calls, const MuonStep& of_step) {
+        return run_op([&](Stream* stream) {
+            Buffer<Storage> params(rounded<Storage>(doubles(start)), stream),
+                x(unwritten<Storage>(batch * n), stream);
+            Buffer<float> master(start, stream), grads(gradient, stream);
+            Buffer<State> momentum(momenta, stream);
+            Buffer<int> degenerate(unwritten<int>(batch), stream);
+            const OnDevice<MuonStep> step({of_step}, stream);
+            std::vector<float> zeros(batch * n);
+            const OnDevice<float> direction(zeros, stream), updates(normal<float>(batch * n, 4), stream);
+            for (const std::vector<size_t>& call : calls) {
+                std::vector<MuonBlock> places;
+                for (const size_t i : call)
+                    places.push_back({momentum + i * n, offsets[i], master_offsets[i], i != 1});
+                const OnDevice<MuonBlock> blocks(places, stream);
+                const size_t first = call.front();
+                muon_prologue<State>(x + first * n, degenerate + first, direction + first * n, grads, blocks,
+                                     step, call.size(), n, true, 1, 7, stream);
+                muon_epilogue<Storage, float>(params, master, updates + first * n, blocks, step, call.size(),
+                                              n, 1.7f, stream);
+            }
+            return Outputs{params.values(), master.values(), momentum.values(), x.values(),
+                           degenerate.values()};
+        });
+    };
+    const Outputs together = run({{0, 1, 2}}, moving);
+    expect_same_bits(run({{0}, {1}, {2}}, moving), together, "one by one");
+    expect_same_bits(run({{0}, {1, 2}}, moving), together, "one and two");
+
+    Vector expected = doubles(start);
+    for (size_t b = 0; b < batch; ++b) {
+        const auto update = normal<float>(batch * n, 4);
+        for (size_t i = 0; i < n; ++i) {
+            double& p = expected[master_offsets[b] + i];
+            p = p * (b == 1 ? 1.0 : 0.99f) - static_cast<double>(0.02f) * 1.7f * update[b * n + i];
+            const Storage param = from_float<Storage>(static_cast<float>(together[1][master_offsets[b] + i]));
+            ASSERT_EQ(together[0][offsets[b] + i], to_double(param)) << "param is not the rounded master";
+        }
+    }
+    expect_close<float>("master", together[1], expected, 1);
+
+    MuonStep still = moving;
+    still.skip = 1;
+    const Outputs skipped = run({{0, 1, 2}}, still);
+    expect_same_bits(skipped,
+                     {doubles(rounded<Storage>(doubles(start))), doubles(start), doubles(momenta),
+                      Vector(batch * n, 0.0), Vector(batch, 0.0)},
+                     "skipped");
+}
+
+TYPED_TEST(Kernels, MuonBlocks) {
+    for (const size_t n : {1, 67, 136, 16384 + 40}) {
+        check_muon_blocks<TypeParam, float>(n);
+        check_muon_blocks<TypeParam, bf16_t>(n);
+    }
+}
+
 // An update's bits may not depend on where in the call its element stands: ranks own different ranges.
 TYPED_TEST(Kernels, UpdatesAreElementwise) {
     using Storage = TypeParam;
@@ -1916,7 +1985,7 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
         expect_refused("sum_of_squares", [&] { sum_of_squares(total, f, a, b, s); });
         expect_refused("gemm_symmetric",
                        [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, a, b, 1, 0, 0, 1, s); });
-        expect_refused("muon_normalize", [&] { muon_normalize<Storage>(p, ids, f, a, b, 1, s); });
+        expect_refused("muon_prologue", [&] { muon_normalize<Storage>(p, ids, f, a, b, 1, s); });
     }
     expect_refused("sum", [&] { sum(total, f, 0, s); });
     expect_refused("cast", [&] { cast<Storage>(p, f, 0, s); });
@@ -1930,8 +1999,8 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
     expect_refused("gemm_symmetric",
                    [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, 2, 2, 1, 0, 0, 0, s); });
     expect_refused("adamw_update", [&] { adamw_update<Storage, float>(p, f, f, f, g, 0, step, {}, s); });
-    expect_refused("muon_momentum", [&] { muon_momentum<float>(f, f, g, 0, 0.95f, true, 1, {}, s); });
-    expect_refused("muon_update", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
+    expect_refused("muon_prologue", [&] { muon_momentum<float>(f, f, g, 0, 0.95f, true, 1, {}, s); });
+    expect_refused("muon_epilogue", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
 }
 
 TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
@@ -1962,7 +2031,8 @@ TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
         const AdamWStep step = adamw_step({0.01, 0.9, 0.95, 1e-8, 0}, 1);
         expect_refused("adamw_update",
                        [&] { adamw_update<Storage, float>(p, nullptr, f, f, g, 8, step, {}, s); });
-        expect_refused("muon_update", [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, s); });
+        expect_refused("muon_epilogue",
+                       [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, s); });
     }
 }
 

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "dev/test/buffers.h"
+#include "dev/test/muon_parts.h"
 #include "dev/test/reference.h"
 #include "kernels/kernels.h"
 #include "optim/grad_clip.h"
@@ -1293,6 +1294,42 @@ TEST(Bf16State, RandomBitsFollowStepAndPlace) {
                     << slot.parameter->name << " " << slot.block.name << " step " << step;
             }
         }
+    }
+}
+
+// What a step takes by value would stay that of the recorded step: learning rate, gradient scale, and the
+// step's number in the random bits of bf16 state change at every step, and every step has the bits of one
+// that is not recorded.
+TEST(Muon, ReplayedStepsEqualDirectOnes) {
+    OptimizerConfig half = with_bf16_state(muon_config());
+    half.muon_ns_dtype = Dtype::fp16;
+    for (const OptimizerConfig& config : {muon_config(), half}) {
+        const auto run = [&](bool replayed) {
+            Trainer trainer(config, small_table(), 1, 5000);
+            Stream* const stream = trainer.stream.get();
+            Optimizer& optimizer = trainer.optimizer;
+            Buffer<float> params(trainer.params, stream), grads(trainer.grads, stream);
+            Buffer<float> workspace(unwritten<float>(trainer.workspace_floats), stream);
+            Outputs outputs;
+            for (unsigned step = 1; step <= 5; ++step) {
+                if (!replayed) {
+                    replay_destroy(optimizer.muon_replay);
+                    optimizer.muon_replay = replay_create();
+                }
+                trainer.random_grads(70 * step);
+                copy_to_device(grads, trainer.grads.data(), trainer.grads.size() * sizeof(float), stream);
+                optimizer_step<float>(optimizer, params, nullptr, grads, 0.01f / static_cast<float>(step),
+                                      1.0f / static_cast<float>(step), workspace, trainer.workspace_floats,
+                                      stream);
+                outputs.push_back(params.values());
+                for (const OptimizerSlot& slot : optimizer.slots) {
+                    Vector& bytes = outputs.emplace_back();
+                    for (const char byte : state_bytes(trainer, slot)) bytes.push_back(byte);
+                }
+            }
+            return outputs;
+        };
+        expect_same_bits(run(true), run(false), "replayed");
     }
 }
 

@@ -1,4 +1,4 @@
-// Muon's elementwise parts (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, the
+// Muon's elementwise parts (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum and the
 // normalisation before Newton-Schulz, and the weight update after it. All of them are memory-bound.
 #include <cmath>
 #include <type_traits>
@@ -7,101 +7,117 @@
 #include "kernels/cpu/rounding.h"
 #include "kernels/kernels.h"
 
+namespace {
+
+// A block is taken in chunks of parallel_grain entries, counted from its own start, so that its bits do not
+// depend on the batch it is in and large blocks use every thread. Calls body(block, begin, end, number) for
+// each: entries begin..end of the block, and the chunk's number in the batch.
+template <typename Body>
+void for_block_chunks(const Stream* stream, size_t batch, size_t n, const Body& body) {
+    const size_t chunks = ceil_div(n, parallel_grain);
+    for_rows(stream, batch * chunks, std::min(n, parallel_grain), [&](size_t number) {
+        const size_t begin = number % chunks * parallel_grain;
+        body(number / chunks, begin, std::min(n, begin + parallel_grain), number);
+    });
+}
+
 // Both averages are written as one step towards g or back from it: see adamw.cpp. Nothing chooses between g
 // and its last use, for a compiler that made a branch of it would form other FMAs there than in vector code.
 template <typename State>
-void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
-                   float grad_scale, const StateRounding& rounding, Stream* stream) {
-    check_sizes("muon_momentum", {n});
-    const float pull = 1.0f - mu;
-    const float look_ahead = nesterov ? pull : 0.0f;
-    const auto average = [=](size_t begin, size_t end, const auto& word) {
+void average(float* direction, State* momentum, const float* grad, size_t begin, size_t end,
+             const MuonStep& step, bool nesterov, const StateRounding& rounding) {
+    const float grad_scale = step.grad_scale, pull = 1.0f - step.mu, look_ahead = nesterov ? pull : 0.0f;
+    for_rounding_runs<State>(rounding, begin, end, [=](size_t first, size_t last, const auto& word) {
 #pragma omp simd
-        for (size_t i = begin; i < end; i++) {
+        for (size_t i = first; i < last; i++) {
             const float g = grad[i] * grad_scale;
             const float old_m = to_float(momentum[i]);
             const float new_m = old_m + pull * (g - old_m);
             direction[i] = new_m + look_ahead * (g - new_m);
             momentum[i] = from_float_stochastic<State>(new_m, word(i) & 0xffffu);
         }
-    };
-    for_chunks(stream, n, parallel_grain,
-               [=](size_t begin, size_t end) { for_rounding_runs<State>(rounding, begin, end, average); });
+    });
 }
 
-template void muon_momentum(float*, float*, const float*, size_t, float, bool, float, const StateRounding&,
-                            Stream*);
-template void muon_momentum(float*, bf16_t*, const float*, size_t, float, bool, float, const StateRounding&,
-                            Stream*);
+}  // namespace
 
-// A matrix is summed in chunks of parallel_grain entries, counted from its own start, so that its bits do
-// not depend on the batch it is in and large matrices use every thread. Squares of fp32 cannot leave the
-// range of fp64, and the scale is applied in fp64 because it may itself leave fp32's range.
-template <typename Storage>
-void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t batch, size_t n, float safety,
-                    Stream* stream) {
-    check_sizes("muon_normalize", {batch, n});
-    const size_t chunks = ceil_div(n, parallel_grain);  // of each matrix
+// Squares of fp32 cannot leave the range of fp64, and the scale is applied in fp64 because it may itself
+// leave fp32's range.
+template <typename State, typename Storage>
+void muon_prologue(Storage* x, int* degenerate, float* direction, const float* grads, const MuonBlock* blocks,
+                   const MuonStep* step, size_t batch, size_t n, bool nesterov, float safety, uint64_t seed,
+                   Stream* stream) {
+    check_sizes("muon_prologue", {batch, n});
+    if (step->skip != 0) {
+        std::fill_n(x, batch * n, from_float<Storage>(0.0f));
+        std::fill_n(degenerate, batch, 0);
+        return;
+    }
+    const size_t chunks = ceil_div(n, parallel_grain);  // of each block
     double* scale = static_cast<double*>(shared_scratch(stream, batch * (1 + chunks) * sizeof(double)));
     double* partial = scale + batch;
-
-    // Calls body(matrix, first, count, chunk's index) for every chunk of every matrix.
-    const auto for_matrix_chunks = [&](const auto& body) {
-        for_rows(stream, batch * chunks, std::min(n, parallel_grain), [&](size_t item) {
-            const size_t matrix = item / chunks;
-            const size_t begin = item % chunks * parallel_grain;
-            body(matrix, matrix * n + begin, std::min(n - begin, parallel_grain), item);
-        });
-    };
-    for_matrix_chunks([&](size_t, size_t first, size_t count, size_t item) {
-        partial[item] = lane_sum<double>(count, [&](size_t i) {
-            const double value = direction[first + i];
+    for_block_chunks(stream, batch, n, [&](size_t b, size_t begin, size_t end, size_t number) {
+        const MuonBlock& block = blocks[b];
+        float* const mine = direction + b * n;
+        average(mine, static_cast<State*>(block.momentum), grads + block.offset, begin, end, *step, nesterov,
+                {seed, step->rounding_step, block.offset});
+        partial[number] = lane_sum<double>(end - begin, [&](size_t i) {
+            const double value = mine[begin + i];
             return value * value;
         });
     });
-    for (size_t matrix = 0; matrix < batch; matrix++) {
+    for (size_t b = 0; b < batch; b++) {
         double squares = 0.0;
-        for (size_t c = 0; c < chunks; c++) squares += partial[matrix * chunks + c];
-        degenerate[matrix] = squares == 0.0 || !std::isfinite(squares);
-        scale[matrix] = 1.0 / (static_cast<double>(safety) * std::sqrt(squares));
+        for (size_t c = 0; c < chunks; c++) squares += partial[b * chunks + c];
+        degenerate[b] = squares == 0.0 || !std::isfinite(squares);
+        scale[b] = 1.0 / (static_cast<double>(safety) * std::sqrt(squares));
     }
-    for_matrix_chunks([&](size_t matrix, size_t first, size_t count, size_t) {
-        if (degenerate[matrix]) {
-            std::fill_n(x + first, count, from_float<Storage>(0.0f));
+    for_block_chunks(stream, batch, n, [&](size_t b, size_t begin, size_t end, size_t) {
+        if (degenerate[b]) {
+            std::fill(x + b * n + begin, x + b * n + end, from_float<Storage>(0.0f));
             return;
         }
-        const double matrix_scale = scale[matrix];
+        const double block_scale = scale[b];
 #pragma omp simd
-        for (size_t i = first; i < first + count; i++) {
-            x[i] = from_float<Storage>(static_cast<float>(direction[i] * matrix_scale));
+        for (size_t i = b * n + begin; i < b * n + end; i++) {
+            x[i] = from_float<Storage>(static_cast<float>(direction[i] * block_scale));
         }
     });
 }
 
 template <typename Storage, typename Update>
-void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
-                 float weight_decay, Stream* stream) {
-    check_sizes("muon_update", {n});
+void muon_epilogue(Storage* params, float* master, const Update* updates, const MuonBlock* blocks,
+                   const MuonStep* step, size_t batch, size_t n, float scale, Stream* stream) {
+    check_sizes("muon_epilogue", {batch, n});
     if (master == nullptr && !std::is_same_v<Storage, float>)
-        fail("muon_update: 16-bit parameters need a master");
-    const float decay = static_cast<float>(1.0 - static_cast<double>(lr) * weight_decay);
-    const float step_size = lr * scale;
-    for_chunks(stream, n, parallel_grain, [=](size_t begin, size_t end) {
+        fail("muon_epilogue: 16-bit parameters need a master");
+    if (step->skip != 0) return;
+    const float step_size = step->lr * scale;
+    for_block_chunks(stream, batch, n, [&](size_t b, size_t begin, size_t end, size_t) {
+        const float decay = blocks[b].decays ? step->decay : 1.0f;
+        Storage* const param = params + blocks[b].offset;
+        float* const own_master = master == nullptr ? nullptr : master + blocks[b].master_offset;
+        const Update* const update = updates + b * n;
 #pragma omp simd
         for (size_t i = begin; i < end; i++) {
             const float change = step_size * to_float(update[i]);
-            const float p = (master != nullptr ? master[i] : to_float(param[i])) * decay - change;
-            if (master != nullptr) master[i] = p;
+            const float p = (own_master != nullptr ? own_master[i] : to_float(param[i])) * decay - change;
+            if (own_master != nullptr) own_master[i] = p;
             param[i] = from_float<Storage>(p);
         }
     });
 }
 
-#define INSTANTIATE(Storage)                                                                         \
-    template void muon_normalize(Storage*, int*, const float*, size_t, size_t, float, Stream*);      \
-    template void muon_update(Storage*, float*, const float*, size_t, float, float, float, Stream*); \
-    template void muon_update(Storage*, float*, const fp16_t*, size_t, float, float, float, Stream*);
+#define INSTANTIATE_PROLOGUE(State, Storage)                                                   \
+    template void muon_prologue<State>(Storage*, int*, float*, const float*, const MuonBlock*, \
+                                       const MuonStep*, size_t, size_t, bool, float, uint64_t, Stream*);
+#define INSTANTIATE(Storage)                                                                                \
+    INSTANTIATE_PROLOGUE(float, Storage)                                                                    \
+    INSTANTIATE_PROLOGUE(bf16_t, Storage)                                                                   \
+    template void muon_epilogue(Storage*, float*, const float*, const MuonBlock*, const MuonStep*, size_t,  \
+                                size_t, float, Stream*);                                                    \
+    template void muon_epilogue(Storage*, float*, const fp16_t*, const MuonBlock*, const MuonStep*, size_t, \
+                                size_t, float, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)
-#undef INSTANTIATE

@@ -15,10 +15,10 @@
 //   - 128 FLOPs a byte from memory or L2: a tile reads 4 * 128 * k bytes for 2 * 128^2 * k FLOPs.
 // On Hopper mma does not reach the peak, which takes wgmma (Luo et al. 2025, arXiv:2501.12084).
 //
-// A matrix of t = m / 128 rows of tiles takes t (t + 1) / 2 of t^2 blocks. In a tile of the diagonal the warp
-// that lies above it does nothing. What is multiplied is 54 % of the full product for m = 768, 53 % for 1024,
-// 52.5 % for 1280 and 56 % for 1600 (12.5 rows of tiles, of which 13 are computed): 8, 6, 5 and 12 % more than
-// the (m + 1) / 2 m that a triangle needs.
+// A matrix of t = m / 128 rows of tiles takes t (t + 1) / 2 of t^2 blocks. In a tile of the diagonal the
+// warp that lies above it does nothing. What is multiplied is 54 % of the full product for m = 768, 53 % for
+// 1024, 52.5 % for 1280 and 56 % for 1600 (12.5 rows of tiles, of which 13 are computed): 8, 6, 5 and 12 %
+// more than the (m + 1) / 2 m that a triangle needs.
 //
 // Tiles in shared memory are swizzled: see chunk_of. Nothing depends on the batch, so neither do the bits.
 #include <cstring>

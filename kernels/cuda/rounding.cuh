@@ -11,7 +11,7 @@
 
 // Whether the packs of a call start where the four words of a counter do.
 template <typename State>
-bool counters_fit_packs(const StateRounding& rounding) {
+__host__ __device__ bool counters_fit_packs(const StateRounding& rounding) {
     return std::is_same_v<State, float> || rounding.first % elementwise_pack == 0;
 }
 
