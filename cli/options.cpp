@@ -83,7 +83,14 @@ const std::map<std::string, MuonScale> muon_scales = {{"match-rms", MuonScale::m
 
 // The coefficient sets of newton_schulz_set; the option's value is the name itself.
 const std::map<std::string, std::string> newton_schulz_names = {{"keller", "keller"},
-                                                                {"polar-express", "polar-express"}};
+                                                                {"you", "you"},
+                                                                {"polar-express", "polar-express"},
+                                                                {"cubic5", "cubic5"},
+                                                                {"custom", "custom"}};
+const std::map<std::string, NewtonSchulzVariant> newton_schulz_variants = {
+    {"dense", NewtonSchulzVariant::dense},
+    {"symmetric", NewtonSchulzVariant::symmetric},
+    {"gram", NewtonSchulzVariant::gram}};
 
 // Declares an option that takes one of the names of a table; --help and the log show names, not numbers.
 template <typename Choice>
@@ -234,7 +241,13 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_choice(*app, "--muon-ns", o.optimizer.muon_ns, newton_schulz_names, "Newton-Schulz coefficients",
                group);
     add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps,
-               "Newton-Schulz steps: 3 to 10 of keller, 5 to 10 of polar-express", group);
+               "Newton-Schulz steps: 3 to 10 of keller, 5 to 10 of polar-express, 5 of you and cubic5",
+               group);
+    app->add_option("--muon-ns-coefficients", o.optimizer.muon_ns_coefficients,
+                    "of --muon-ns custom: a,b,c for every step, or a,b,c;a,b,c;... with three a step")
+        ->group(group);
+    add_choice(*app, "--muon-ns-variant", o.optimizer.muon_ns_variant, newton_schulz_variants,
+               "products in full, half of those that are symmetric, or Gram Newton-Schulz", group);
     add_choice(*app, "--muon-ns-dtype", o.optimizer.muon_ns_dtype, newton_schulz_dtypes,
                "Newton-Schulz's matrices; auto: fp16 on a GPU, fp32 on a CPU", group);
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,

@@ -26,8 +26,8 @@ float muon_scale_factor(MuonScale mode, size_t rows, size_t cols) {
     fail("--muon-scale: unknown mode %d", static_cast<int>(mode));
 }
 
-size_t muon_workspace(size_t count, size_t rows, size_t cols) {
-    return count * rows * cols + newton_schulz_workspace(count, rows, cols);
+size_t muon_workspace(const NewtonSchulz& method, size_t count, size_t rows, size_t cols) {
+    return count * rows * cols + newton_schulz_workspace(method, count, rows, cols);
 }
 
 void muon_create(Optimizer& optimizer, Stream* stream) {
@@ -60,7 +60,7 @@ void queue_step(const Optimizer& optimizer, Storage* params, float* master, cons
         const OptimizerSlot& any = optimizer.slots[batch.front()];
         const size_t rows = any.block.rows, cols = any.parameter->cols, size = any.size();
         const float scale = muon_scale_factor(config.muon_scale, rows, cols);
-        const size_t fit = workspace_floats / muon_workspace(1, rows, cols);
+        const size_t fit = workspace_floats / muon_workspace(optimizer.newton_schulz, 1, rows, cols);
         for (size_t first = 0; first < batch.size(); first += fit) {
             const size_t count = std::min(fit, batch.size() - first);
             float* directions = workspace;

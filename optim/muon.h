@@ -10,8 +10,9 @@
 // s(rows, cols) of a scale mode, for a block of (out, in) = (rows, cols).
 float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
 
-// Floats of workspace for orthogonalising `count` blocks of (rows, cols) together, in fp32; fp16 takes less.
-size_t muon_workspace(size_t count, size_t rows, size_t cols);
+// Floats of workspace for orthogonalising `count` blocks of (rows, cols) together, in fp32; 16 bits take
+// less.
+size_t muon_workspace(const NewtonSchulz& method, size_t count, size_t rows, size_t cols);
 
 // What muon_step needs beside the state: where each own block of muon_batches lies, on the device.
 void muon_create(Optimizer& optimizer, Stream* stream);

@@ -21,6 +21,16 @@ void check_blocks(const Parameter& parameter) {
         fail("%s: its blocks do not tile its %zu rows", parameter.name.c_str(), parameter.rows);
 }
 
+NewtonSchulz newton_schulz_of(const OptimizerConfig& config) {
+    const bool custom = config.muon_ns == "custom";
+    if (!custom && !config.muon_ns_coefficients.empty())
+        fail("--muon-ns-coefficients '%s': is for --muon-ns custom", config.muon_ns_coefficients.c_str());
+    const NewtonSchulzSteps steps =
+        custom ? newton_schulz_custom(config.muon_ns_coefficients, config.muon_ns_steps)
+               : newton_schulz_set(config.muon_ns, config.muon_ns_steps, config.muon_ns_variant);
+    return newton_schulz_plan(steps, config.muon_ns_variant);
+}
+
 std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
     std::vector<std::vector<size_t>> batches;
     for (size_t i = 0; i < slots.size(); i++) {
@@ -65,7 +75,7 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
     optimizer_check(config);
     Optimizer optimizer;
     optimizer.config = config;
-    optimizer.newton_schulz = newton_schulz_set(config.muon_ns, config.muon_ns_steps);
+    optimizer.newton_schulz = newton_schulz_of(config);
     for (const Parameter& parameter : table) check_blocks(parameter);
     const Ownership all = own_all(table);
     const Ownership& owners = ownership == nullptr ? all : *ownership;
@@ -123,7 +133,8 @@ size_t optimizer_minimum_workspace(const Optimizer& optimizer) {
     size_t floats = 0;
     for (const std::vector<size_t>& batch : optimizer.muon_batches) {
         const OptimizerSlot& slot = optimizer.slots[batch.front()];
-        floats = std::max(floats, muon_workspace(1, slot.block.rows, slot.parameter->cols));
+        floats = std::max(floats,
+                          muon_workspace(optimizer.newton_schulz, 1, slot.block.rows, slot.parameter->cols));
     }
     return floats;
 }

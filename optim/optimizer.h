@@ -33,7 +33,9 @@ struct OptimizerConfig {
     float muon_momentum = 0.95f;
     bool muon_nesterov = true;
     std::string muon_ns = "polar-express";
+    std::string muon_ns_coefficients;  // of muon_ns "custom"
     int muon_ns_steps = 5;
+    NewtonSchulzVariant muon_ns_variant = NewtonSchulzVariant::symmetric;
     std::optional<Dtype> muon_ns_dtype;  // fp32 or fp16; none: what the device is fast in
     MuonScale muon_scale = MuonScale::match_rms;
     Dtype state_dtype = Dtype::fp32;  // of momentum and moments: fp32 or bf16
@@ -57,7 +59,7 @@ struct OptimizerSlot {
 
 struct Optimizer {
     OptimizerConfig config;
-    std::vector<NewtonSchulzStep> newton_schulz;
+    NewtonSchulz newton_schulz;
     Dtype newton_schulz_dtype = Dtype::fp32;        // known once there is a device
     std::vector<OptimizerSlot> slots;               // in table order
     std::vector<std::vector<size_t>> muon_batches;  // Muon's own slots, those of equal shape together

@@ -69,8 +69,8 @@ NewtonSchulzStep optimal_quintic(double lower, double upper) {
 
 }  // namespace
 
-std::vector<NewtonSchulzStep> polar_express(double lower, int steps, double safety, double cushion) {
-    std::vector<NewtonSchulzStep> result;
+NewtonSchulzSteps polar_express(double lower, int steps, double safety, double cushion) {
+    NewtonSchulzSteps result;
     double upper = 1.0;
     for (int i = 0; i < steps; i++) {
         const double cushioned = cushion * upper;
@@ -85,5 +85,12 @@ std::vector<NewtonSchulzStep> polar_express(double lower, int steps, double safe
         upper = 2.0 - lower;
         result.push_back(p);
     }
+    return result;
+}
+
+NewtonSchulzSteps polar_express_gram(int steps) {
+    // The cushion of the authors' own implementation of the Polar Express; its list is what is stretched.
+    NewtonSchulzSteps result = polar_express(1e-3, steps, 0.0, 0.02407327424182761);
+    for (NewtonSchulzStep& p : result) p = stretched(p, 1.05);
     return result;
 }
