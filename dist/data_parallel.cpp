@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 #include "kernels/error.h"
 #include "kernels/kernels.h"
@@ -88,42 +89,84 @@ std::vector<BlockPlace> merge_neighbours(const std::vector<BlockPlace>& blocks) 
 
 }  // namespace
 
+int subtree_ranks(const std::vector<int>& nodes) {
+    const auto ranks = static_cast<int>(nodes.size());
+    const auto first = static_cast<int>(std::count(nodes.begin(), nodes.end(), nodes[0]));
+    if (first == ranks || !std::has_single_bit(static_cast<unsigned>(first)) || ranks % first != 0)
+        return ranks;
+    for (int rank = 0; rank < ranks; rank++) {
+        // Neighbours on a node, and every node as large as the first.
+        const int leader = rank / first * first;
+        const auto same = std::count(nodes.begin(), nodes.end(), nodes[static_cast<size_t>(rank)]);
+        if (nodes[static_cast<size_t>(rank)] != nodes[static_cast<size_t>(leader)] || same != first)
+            return ranks;
+    }
+    return first;
+}
+
+namespace {
+
+// The elements of a chunk that a group adds up for the owners at place `place` of all groups.
+size_t staged_at(const Chunk& chunk, int group, int place) {
+    size_t elements = 0;
+    for (size_t owner = static_cast<size_t>(place); owner < chunk.staged.size();
+         owner += static_cast<size_t>(group))
+        elements += chunk.staged[owner];
+    return elements;
+}
+
+}  // namespace
+
 ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptStage>& stages,
-                           const Ownership& ownership, int ranks, const DataParallelConfig& config) {
+                           const Ownership& ownership, int ranks, int group,
+                           const DataParallelConfig& config) {
     ExchangePlan plan;
     plan.ranks = ranks;
+    plan.group = group;
     // A sum of leaves is fp32, on the wire too; a leaf has been rounded.
     const bool leaf_travels = config.leaves == static_cast<size_t>(ranks);
     plan.wire_bytes = leaf_travels ? dtype_size(config.reduce_dtype) : sizeof(float);
     const size_t layer = elements_of(blocks_of(table, stages[1], ownership));
     const size_t room = aligned_elements(layer / static_cast<size_t>(ranks) + 1);
+    const int place = ownership.rank % group;
     for (const GptStage& stage : stages) {
         const std::vector<BlockPlace> blocks = blocks_of(table, stage, ownership);
         plan.stages.push_back(cut_into_chunks(blocks, ranks, room));
         plan.weights.push_back(merge_neighbours(blocks));
         for (const Chunk& chunk : plan.stages.back()) {
+            const size_t all = std::accumulate(chunk.staged.begin(), chunk.staged.end(), size_t{0});
+            const size_t here = staged_at(chunk, group, place);
+            plan.outgoing = std::max(plan.outgoing, all - here);
+            plan.incoming = std::max(plan.incoming, here * static_cast<size_t>(group));
+            if (group == ranks) continue;
             const size_t own = chunk.staged[static_cast<size_t>(ownership.rank)];
-            plan.outgoing = std::max(plan.outgoing, elements_of(chunk.blocks) - own);
-            plan.incoming = std::max(plan.incoming, own * static_cast<size_t>(ranks));
+            plan.sums = std::max(plan.sums, here);
+            plan.incoming_sums = std::max(plan.incoming_sums, own * static_cast<size_t>(ranks / group));
         }
     }
     return plan;
 }
 
 StepBytes step_bytes(const ExchangePlan& plan, int rank, size_t weight_bytes) {
+    const int place = rank % plan.group;
+    const auto groups = static_cast<size_t>(plan.ranks / plan.group), group = static_cast<size_t>(plan.group);
     StepBytes bytes;
     for (const std::vector<Chunk>& stage : plan.stages) {
         for (const Chunk& chunk : stage) {
-            for (int peer = 0; peer < plan.ranks; peer++) {
-                if (peer != rank)
-                    bytes.gradients += chunk.staged[static_cast<size_t>(peer)] * plan.wire_bytes;
+            for (int peer = 0; peer < plan.group; peer++) {
+                if (peer != place)
+                    bytes.gradients_within += staged_at(chunk, plan.group, peer) * plan.wire_bytes;
             }
+            const size_t others =
+                staged_at(chunk, plan.group, place) - chunk.staged[static_cast<size_t>(rank)];
+            bytes.gradients_between += others * sizeof(float);
         }
     }
     for (const std::vector<BlockPlace>& stage : plan.weights) {
         for (const BlockPlace& block : stage) {
-            if (block.owner == rank)
-                bytes.weights += block.elements * weight_bytes * static_cast<size_t>(plan.ranks - 1);
+            const size_t size = block.elements * weight_bytes;
+            if (block.owner == rank) bytes.weights_between += size * (groups - 1);
+            if (block.owner % plan.group == place) bytes.weights_within += size * (group - 1);
         }
     }
     return bytes;
@@ -158,16 +201,17 @@ DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
         dp.transfers = stream;
         return dp;
     }
-    dp.plan = exchange_plan(table, stages, ownership, ranks, config);
-    const auto staging = [&](size_t elements) {
-        const size_t bytes = elements * dp.plan.wire_bytes;
+    dp.plan = exchange_plan(table, stages, ownership, ranks, subtree_ranks(comm_nodes(comm)), config);
+    const auto staging = [&](size_t bytes) {
         void* memory = device_malloc(bytes, stream);
         device_memset_zero(memory, bytes, stream);  // the gaps between blocks travel too
         dp.staging_bytes += bytes;
         return memory;
     };
-    dp.outgoing = staging(dp.plan.outgoing);
-    dp.incoming = staging(dp.plan.incoming);
+    dp.outgoing = staging(dp.plan.outgoing * dp.plan.wire_bytes);
+    dp.incoming = staging(dp.plan.incoming * dp.plan.wire_bytes);
+    dp.sums = static_cast<float*>(staging(dp.plan.sums * sizeof(float)));
+    dp.incoming_sums = static_cast<float*>(staging(dp.plan.incoming_sums * sizeof(float)));
     dp.transfers = config.overlap ? stream_create(device) : stream;
     dp.ready = event_create();
     dp.reduced = event_create();
@@ -181,8 +225,9 @@ DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
 
 void data_parallel_destroy(DataParallel& dp) {
     for (float* sums : dp.kept) device_free(sums, dp.compute);
-    device_free(dp.outgoing, dp.compute);
-    device_free(dp.incoming, dp.compute);
+    for (void* memory :
+         {dp.outgoing, dp.incoming, static_cast<void*>(dp.sums), static_cast<void*>(dp.incoming_sums)})
+        device_free(memory, dp.compute);
     if (dp.transfers != dp.compute) stream_destroy(dp.transfers);
     event_destroy(dp.ready);
     event_destroy(dp.reduced);
@@ -199,32 +244,78 @@ void round_leaf(const DataParallel& dp, float* grads, size_t elements, Stream* s
     if (dp.config.reduce_dtype == Dtype::bf16) round_through<bf16_t>(grads, elements, stream);
 }
 
-// Sends a chunk's blocks to their owners and adds up the own ones.
-template <typename Wire>
-void exchange_chunk(DataParallel& dp, const Chunk& chunk, float* grads) {
-    const auto ranks = static_cast<size_t>(dp.plan.ranks), rank = static_cast<size_t>(dp.rank);
-    Wire *outgoing = static_cast<Wire*>(dp.outgoing), *incoming = static_cast<Wire*>(dp.incoming);
-    const size_t own = chunk.staged[rank];
-
-    std::vector<Wire*> to(ranks);  // where each owner's blocks are staged
-    std::vector<Transfer> sends, receives;
-    for (size_t peer = 0; peer < ranks; peer++) {
-        Wire* part = incoming + peer * own;
-        to[peer] = peer == rank ? part : outgoing;
-        if (peer == rank) continue;
-        const size_t staged = chunk.staged[peer];
-        if (staged > 0) sends.push_back({static_cast<int>(peer), outgoing, staged * sizeof(Wire)});
-        if (own > 0) receives.push_back({static_cast<int>(peer), part, own * sizeof(Wire)});
-        outgoing += staged;
+// Where a chunk's blocks are staged that this rank's group adds up for all groups' owners at one place: owner
+// by owner. Returns the elements of that place.
+size_t place_owners(const ExchangePlan& plan, const Chunk& chunk, int place, size_t start,
+                    std::vector<size_t>& first) {
+    size_t next = start;
+    for (int owner = place; owner < plan.ranks; owner += plan.group) {
+        first[static_cast<size_t>(owner)] = next;
+        next += chunk.staged[static_cast<size_t>(owner)];
     }
+    return next - start;
+}
+
+// Sends a chunk's blocks to the ranks of this group that add them up, and adds up this rank's: into `sums`,
+// at first[owner] + staged, or where there is one group into the gradients, since they are its own.
+template <typename Wire>
+void add_within_group(DataParallel& dp, const Chunk& chunk, float* grads) {
+    const ExchangePlan& plan = dp.plan;
+    const int place = dp.rank % plan.group, leader = dp.rank - place;
+    Wire *outgoing = static_cast<Wire*>(dp.outgoing), *incoming = static_cast<Wire*>(dp.incoming);
+    std::vector<size_t> first(static_cast<size_t>(plan.ranks));  // of each owner's blocks, in their staging
+    const size_t here = place_owners(plan, chunk, place, 0, first);
+    std::vector<Transfer> sends, receives;
+    size_t next = 0;
+    for (int peer = 0; peer < plan.group; peer++) {
+        if (peer == place) continue;
+        const size_t there = place_owners(plan, chunk, peer, next, first);
+        if (there > 0) sends.push_back({leader + peer, outgoing + next, there * sizeof(Wire)});
+        if (here > 0) {
+            Wire* part = incoming + static_cast<size_t>(peer) * here;
+            receives.push_back({leader + peer, part, here * sizeof(Wire)});
+        }
+        next += there;
+    }
+    Wire* own_part = incoming + static_cast<size_t>(place) * here;
     for (const BlockPlace& block : chunk.blocks) {
-        cast(to[static_cast<size_t>(block.owner)] + block.staged, grads + block.offset, block.elements,
-             dp.transfers);
+        Wire* to = block.owner % plan.group == place ? own_part : outgoing;
+        cast(to + first[static_cast<size_t>(block.owner)] + block.staged, grads + block.offset,
+             block.elements, dp.transfers);
+    }
+    comm_exchange(dp.comm, Traffic::gradients, sends, receives, dp.transfers);
+    for (const BlockPlace& block : chunk.blocks) {
+        if (block.owner % plan.group != place) continue;
+        const size_t at = first[static_cast<size_t>(block.owner)] + block.staged;
+        float* sum = plan.group == plan.ranks ? grads + block.offset : dp.sums + at;
+        tree_sum(sum, incoming + at, static_cast<size_t>(plan.group), here, block.elements, dp.transfers);
+    }
+}
+
+// Sends the group's sums to the blocks' owners, and adds up the own blocks'.
+void add_between_groups(DataParallel& dp, const Chunk& chunk, float* grads) {
+    const ExchangePlan& plan = dp.plan;
+    const int place = dp.rank % plan.group;
+    const size_t own = chunk.staged[static_cast<size_t>(dp.rank)];
+    std::vector<size_t> first(static_cast<size_t>(plan.ranks));
+    place_owners(plan, chunk, place, 0, first);
+    std::vector<Transfer> sends, receives;
+    for (int owner = place, group = 0; owner < plan.ranks; owner += plan.group, group++) {
+        float* part = dp.incoming_sums + static_cast<size_t>(group) * own;
+        float* sum = dp.sums + first[static_cast<size_t>(owner)];
+        const size_t there = chunk.staged[static_cast<size_t>(owner)];
+        if (owner == dp.rank) {
+            copy_on_device(part, sum, own * sizeof(float), dp.transfers);
+            continue;
+        }
+        if (there > 0) sends.push_back({owner, sum, there * sizeof(float)});
+        if (own > 0) receives.push_back({owner, part, own * sizeof(float)});
     }
     comm_exchange(dp.comm, Traffic::gradients, sends, receives, dp.transfers);
     for (const BlockPlace& block : chunk.blocks) {
         if (block.owner != dp.rank) continue;
-        tree_sum(grads + block.offset, incoming + block.staged, ranks, own, block.elements, dp.transfers);
+        tree_sum(grads + block.offset, dp.incoming_sums + block.staged,
+                 static_cast<size_t>(plan.ranks / plan.group), own, block.elements, dp.transfers);
     }
 }
 
@@ -255,10 +346,11 @@ void reduce_stage(DataParallel& dp, size_t stage, float* grads) {
     if (dp.plan.ranks == 1) return;
     for (const Chunk& chunk : dp.plan.stages[stage]) {
         if (dp.plan.wire_bytes == sizeof(bf16_t)) {
-            exchange_chunk<bf16_t>(dp, chunk, grads);
+            add_within_group<bf16_t>(dp, chunk, grads);
         } else {
-            exchange_chunk<float>(dp, chunk, grads);
+            add_within_group<float>(dp, chunk, grads);
         }
+        if (dp.plan.group < dp.plan.ranks) add_between_groups(dp, chunk, grads);
     }
 }
 
@@ -271,26 +363,50 @@ void finish_reduction(DataParallel& dp) {
 // ---------------------------------------------------------------------------------------------------
 // Weights
 
+namespace {
+
+// Sends those of a stage's blocks that `mine` says, to each peer, and receives those that `theirs` says of
+// it.
+template <typename Storage, typename Mine, typename Theirs>
+void exchange_weights(DataParallel& dp, size_t stage, Storage* params, const std::vector<int>& peers,
+                      const Mine& mine, const Theirs& theirs) {
+    std::vector<Transfer> sends, receives;
+    for (const BlockPlace& block : dp.plan.weights[stage]) {
+        const Transfer transfer = {0, params + block.offset, block.elements * sizeof(Storage)};
+        for (const int peer : peers) {
+            if (mine(block)) sends.push_back({peer, transfer.memory, transfer.bytes});
+            if (theirs(block, peer)) receives.push_back({peer, transfer.memory, transfer.bytes});
+        }
+    }
+    comm_exchange(dp.comm, Traffic::weights, sends, receives, dp.transfers);
+}
+
+}  // namespace
+
 template <typename Storage>
 void gather_weights(DataParallel& dp, Storage* params) {
-    if (dp.plan.ranks == 1) return;
+    const int ranks = dp.plan.ranks, group = dp.plan.group;
+    if (ranks == 1) return;
     if (dp.transfers != dp.compute) {
         event_record(dp.ready, dp.compute);
         stream_wait(dp.transfers, dp.ready);
     }
+    // First to and from those who have this rank's place in the other groups, then within the group.
+    const int place = dp.rank % group, leader = dp.rank - place;
+    std::vector<int> across, within;
+    for (int peer = place; peer < ranks; peer += group) {
+        if (peer != dp.rank) across.push_back(peer);
+    }
+    for (int peer = leader; peer < leader + group; peer++) {
+        if (peer != dp.rank) within.push_back(peer);
+    }
     for (size_t stage = 0; stage < dp.stages.size(); stage++) {
-        std::vector<Transfer> sends, receives;
-        for (const BlockPlace& block : dp.plan.weights[stage]) {
-            const size_t bytes = block.elements * sizeof(Storage);
-            if (block.owner != dp.rank) {
-                receives.push_back({block.owner, params + block.offset, bytes});
-                continue;
-            }
-            for (int peer = 0; peer < dp.plan.ranks; peer++) {
-                if (peer != dp.rank) sends.push_back({peer, params + block.offset, bytes});
-            }
-        }
-        comm_exchange(dp.comm, Traffic::weights, sends, receives, dp.transfers);
+        exchange_weights(
+            dp, stage, params, across, [&](const BlockPlace& block) { return block.owner == dp.rank; },
+            [](const BlockPlace& block, int peer) { return block.owner == peer; });
+        exchange_weights(
+            dp, stage, params, within, [&](const BlockPlace& block) { return block.owner % group == place; },
+            [&](const BlockPlace& block, int peer) { return block.owner % group == peer % group; });
         event_record(dp.gathered[stage], dp.transfers);
     }
 }

@@ -6,6 +6,10 @@
 // itself; then each block's R partial sums go to its owner, who adds them in the same tree. Nothing in this
 // depends on R: 8 ranks, or one that plays 8 leaves, compute the same sums of the same numbers.
 //
+// On several nodes with the same power of two of ranks each, a node's ranks are a subtree too. They first add
+// among themselves, each of them the blocks of the owners who have its place on their nodes; one sum for each
+// block leaves the node. Weights cross to each other node once, and are passed on there.
+//
 // Owners update their blocks and send the new weights to the others. A stage of the model (gpt_stages) is
 // reduced as soon as its backward is done, beside the backward of the stages before it; weights come in
 // forward order beside whatever runs then, and are awaited stage by stage.
@@ -43,23 +47,33 @@ struct Chunk {
     std::vector<size_t> staged;  // elements of each owner's blocks, gaps included
 };
 
+// Ranks of a node, where nodes are such subtrees; all ranks where they are not, or where there is one node.
+// nodes: that of each rank.
+int subtree_ranks(const std::vector<int>& nodes);
+
 // What is sent when, for any rank: the same on all of them.
 struct ExchangePlan {
-    int ranks = 1;
-    size_t wire_bytes = 4;                         // of a gradient's number
-    std::vector<std::vector<Chunk>> stages;        // gradients
+    int ranks = 1, group = 1;                // the groups are ranks 0 .. group-1, group .. 2 group-1, ...
+    size_t wire_bytes = 4;                   // of a gradient's number
+    std::vector<std::vector<Chunk>> stages;  // gradients
     std::vector<std::vector<BlockPlace>> weights;  // by stage; neighbours of one owner are one
-    size_t outgoing = 0, incoming = 0;             // elements of staging that any chunk needs
+    // Elements of staging that any chunk needs: of leaves that go and come, and of the groups' sums.
+    size_t outgoing = 0, incoming = 0, sums = 0, incoming_sums = 0;
 };
 
 // A chunk has at most a layer's numbers, the same share of them for each owner: staging takes twice as much
 // as a layer's gradients, once for what goes and once for what comes.
 ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptStage>& stages,
-                           const Ownership& ownership, int ranks, const DataParallelConfig& config);
+                           const Ownership& ownership, int ranks, int group,
+                           const DataParallelConfig& config);
 
-// Bytes that a rank sends in a step: gradients, and weights of `weight_bytes` each.
+// Bytes that a rank sends in a step, within its group and to others: gradients, and weights of `weight_bytes`
+// each.
 struct StepBytes {
-    uint64_t gradients = 0, weights = 0;
+    uint64_t gradients_within = 0, gradients_between = 0, weights_within = 0, weights_between = 0;
+
+    uint64_t gradients() const { return gradients_within + gradients_between; }
+    uint64_t weights() const { return weights_within + weights_between; }
 };
 StepBytes step_bytes(const ExchangePlan& plan, int rank, size_t weight_bytes);
 
@@ -74,6 +88,7 @@ struct DataParallel {
     size_t elements = 0;       // of the gradients' arena
     std::vector<float*> kept;  // sums of leaves that wait for their right neighbour, by level
     void *outgoing = nullptr, *incoming = nullptr;  // staging
+    float *sums = nullptr, *incoming_sums = nullptr;
     size_t kept_bytes = 0, staging_bytes = 0;
     Stream *compute = nullptr, *transfers = nullptr;  // one and the same without overlap
     Event *ready = nullptr, *reduced = nullptr;

@@ -95,9 +95,10 @@ TEST(Layout, UnevenNumbersAreBalanced) {
 // ---------------------------------------------------------------------------------------------------
 
 ExchangePlan plan_of(const GptConfig& config, OptimizerKind kind, int ranks, int rank,
-                     const DataParallelConfig& settings) {
+                     const DataParallelConfig& settings, int group = 0) {
     const ParameterTable table = gpt_parameter_table(config);
-    return exchange_plan(table, gpt_stages(config), assign_owners(table, kind, ranks, rank), ranks, settings);
+    return exchange_plan(table, gpt_stages(config), assign_owners(table, kind, ranks, rank), ranks,
+                         group == 0 ? ranks : group, settings);
 }
 
 // 4 (P-1)/P N for two bytes a gradient and two a weight; fp32 gradients, which sums of leaves are, take 6.
@@ -117,7 +118,7 @@ TEST(Exchange, BytesOfAStep) {
                             plan_of(config, kind, static_cast<int>(ranks), static_cast<int>(rank),
                                     {.leaves = leaves, .reduce_dtype = Dtype::bf16});
                         const StepBytes bytes = step_bytes(plan, static_cast<int>(rank), 2);
-                        gradients += bytes.gradients, weights += bytes.weights;
+                        gradients += bytes.gradients(), weights += bytes.weights();
                     }
                     const double all = static_cast<double>((ranks - 1) * N);
                     EXPECT_NEAR(static_cast<double>(gradients) / (gradient_bytes * all), 1, 1e-4)
@@ -127,6 +128,40 @@ TEST(Exchange, BytesOfAStep) {
             }
         }
     }
+}
+
+TEST(Exchange, NodesThatAreSubtreesAddFirst) {
+    EXPECT_EQ(subtree_ranks({0}), 1);
+    EXPECT_EQ(subtree_ranks({0, 0, 0, 0}), 4);
+    EXPECT_EQ(subtree_ranks({0, 0, 1, 1}), 2);
+    EXPECT_EQ(subtree_ranks({0, 1, 2}), 1);
+    EXPECT_EQ(subtree_ranks({0, 0, 1, 1, 2, 2}), 2);
+    // Not neighbours, not of one size, not a power of two.
+    EXPECT_EQ(subtree_ranks({0, 1, 0, 1}), 4);
+    EXPECT_EQ(subtree_ranks({0, 0, 1}), 3);
+    EXPECT_EQ(subtree_ranks({0, 0, 1, 1, 1, 1}), 6);
+    EXPECT_EQ(subtree_ranks({0, 0, 0, 1, 1, 1}), 6);
+}
+
+// Two nodes of 4: half of the gradients' fp32 sums leave each node, 4 bytes N / 2, instead of 4 ranks' leaves
+// of 2 bytes, 8 N / 2; and each weight once instead of 4 times. In all, weights take the same bytes as
+// before.
+TEST(Exchange, LittleCrossesBetweenNodes) {
+    const GptConfig config = preset("d12");
+    const ParameterTable table = gpt_parameter_table(config);
+    double N = 0;
+    for (const Parameter& parameter : table) N += static_cast<double>(parameter.size());
+    uint64_t gradients = 0, weights = 0, all_weights = 0;
+    for (int rank = 0; rank < 8; ++rank) {
+        const ExchangePlan plan =
+            plan_of(config, OptimizerKind::muon, 8, rank, {.leaves = 8, .reduce_dtype = Dtype::bf16}, 4);
+        const StepBytes bytes = step_bytes(plan, rank, 2);
+        gradients += bytes.gradients_between, weights += bytes.weights_between;
+        all_weights += bytes.weights();
+    }
+    EXPECT_NEAR(static_cast<double>(gradients) / (4 * N), 1, 1e-3);
+    EXPECT_NEAR(static_cast<double>(weights) / (2 * N), 1, 1e-3);
+    EXPECT_NEAR(static_cast<double>(all_weights) / (7 * 2 * N), 1, 1e-3);
 }
 
 TEST(Exchange, StagingIsOneLayer) {

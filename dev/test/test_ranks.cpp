@@ -212,15 +212,15 @@ TEST(Traffic, IsWhatThePlanSays) {
         for (int rank = 0; rank < ranks; ++rank) {
             const Ownership ownership = assign_owners(table, OptimizerKind::muon, ranks, rank);
             const StepBytes bytes = step_bytes(
-                exchange_plan(table, gpt_stages(config), ownership, ranks,
+                exchange_plan(table, gpt_stages(config), ownership, ranks, ranks,
                               {.leaves = static_cast<size_t>(leaves), .reduce_dtype = Dtype::bf16}),
                 rank, 2);
-            gradients += bytes.gradients, weights += bytes.weights;
+            gradients += bytes.gradients(), weights += bytes.weights();
             if (rank != 0) continue;
             for (const json& line : log_lines(folder / name)) {
                 if (line["type"] != "train") continue;
-                EXPECT_EQ(line["bytes_sent_as"]["gradients"], json({bytes.gradients, 0})) << name;
-                EXPECT_EQ(line["bytes_sent_as"]["weights"], json({bytes.weights, 0})) << name;
+                EXPECT_EQ(line["bytes_sent_as"]["gradients"], json({bytes.gradients(), 0})) << name;
+                EXPECT_EQ(line["bytes_sent_as"]["weights"], json({bytes.weights(), 0})) << name;
             }
         }
         const json done = log_lines(folder / name).back();
@@ -242,12 +242,15 @@ int free_port() {
     return next++;
 }
 
-Started start_ranks(const TempFolder& folder, const std::vector<Arguments>& arguments, int world = 0) {
+// With `world` rank 1 is told of that many ranks; with `of_a_node` nodes have so many ranks.
+Started start_ranks(const TempFolder& folder, const std::vector<Arguments>& arguments, int world = 0,
+                    int of_a_node = 0) {
     const int ranks = static_cast<int>(arguments.size()), port = free_port();
     Started started;
     for (int rank = 0; rank < ranks; ++rank) {
         setenv("RANK", std::to_string(rank).c_str(), 1);
         setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+        if (of_a_node != 0) setenv("GROUP_RANK", std::to_string(rank / of_a_node).c_str(), 1);
         const int size = world != 0 && rank == 1 ? world : ranks;
         setenv("WORLD_SIZE", std::to_string(size).c_str(), 1);
         setenv("LOCAL_WORLD_SIZE", std::to_string(size).c_str(), 1);
@@ -257,7 +260,7 @@ Started start_ranks(const TempFolder& folder, const std::vector<Arguments>& argu
                                       folder / ("stderr" + std::to_string(rank))));
     }
     for (const char* name :
-         {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+         {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
         unsetenv(name);
     return started;
 }
@@ -283,6 +286,34 @@ TEST(Launchers, TorchrunsVariables) {
     EXPECT_EQ(statuses, (std::vector<int>{0, 0})) << said;
     EXPECT_EQ(said, "");
     expect_same_run(folder, "one", "two");
+}
+
+// 2 nodes of 4 and 4 of 2, as their launcher says: a node adds among itself first, to the same bits, and what
+// crosses is as much as the plan says.
+TEST(Launchers, NodesAddFirst) {
+    const TempFolder folder;
+    const Arguments settings = {"--optimizer", "muon", "--dtype", "bf16", "--reduce-dtype", "bf16"};
+    expect_success(run(folder, small(folder, "one", settings)));
+    const GptConfig config{.layers = 2, .heads = 3, .channels = 48, .seq_len = 24, .vocab_size = 101};
+    const ParameterTable table = gpt_parameter_table(config);
+    const Ownership ownership = assign_owners(table, OptimizerKind::muon, 8, 0);
+    for (const int of_a_node : {4, 2}) {
+        const std::string name = "nodes of " + std::to_string(of_a_node);
+        const std::vector<Arguments> arguments(8, small(folder, name, settings));
+        const auto [statuses, said] = finish_ranks(folder, start_ranks(folder, arguments, 0, of_a_node));
+        EXPECT_EQ(statuses, std::vector<int>(8, 0)) << said;
+        expect_same_run(folder, "one", name);
+        const StepBytes bytes = step_bytes(exchange_plan(table, gpt_stages(config), ownership, 8, of_a_node,
+                                                         {.leaves = 8, .reduce_dtype = Dtype::bf16}),
+                                           0, 2);
+        EXPECT_GT(bytes.gradients_between, 0u);
+        for (const json& line : log_lines(folder / name)) {
+            if (line["type"] != "train") continue;
+            EXPECT_EQ(line["bytes_sent_as"]["gradients"],
+                      json({bytes.gradients_within, bytes.gradients_between}));
+            EXPECT_EQ(line["bytes_sent_as"]["weights"], json({bytes.weights_within, bytes.weights_between}));
+        }
+    }
 }
 
 TEST(Launchers, Mpirun) {
