@@ -115,10 +115,11 @@ struct Run {
 
     bool leads() const { return comm_rank(comm) == 0; }
     DeviceConfig device() const {
-        const RankEnvironment& place = comm_environment(comm);
-        return {.index = place.local_rank,
+        const std::vector<int>& nodes = comm_nodes(comm);
+        const auto here = std::count(nodes.begin(), nodes.end(), nodes[static_cast<size_t>(comm_rank(comm))]);
+        return {.index = comm_environment(comm).local_rank,
                 .threads = options.threads,
-                .sharers = place.local_ranks,
+                .sharers = static_cast<int>(here),
                 .tf32 = options.tf32};
     }
 };

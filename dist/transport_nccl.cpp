@@ -62,10 +62,16 @@ void transport_close(Transport* transport) {
 void transport_exchange(Transport* transport, const std::vector<Transfer>& sends,
                         const std::vector<Transfer>& receives, Stream* stream) {
     const cudaStream_t queue = stream->stream;
-    check(ncclGroupStart(), "ncclGroupStart");
+    const auto require = [&](ncclResult_t result, const char* call) {
+        // What NCCL says of a peer that has died is less than what the control plane knows in a moment.
+        if (result == ncclRemoteError || result == ncclSystemError)
+            comm_lost(transport->comm, (sends.empty() ? receives : sends)[0].peer);
+        check(result, call);
+    };
+    require(ncclGroupStart(), "ncclGroupStart");
     for (const Transfer& t : sends)
-        check(ncclSend(t.memory, t.bytes, ncclUint8, t.peer, transport->nccl, queue), "ncclSend");
+        require(ncclSend(t.memory, t.bytes, ncclUint8, t.peer, transport->nccl, queue), "ncclSend");
     for (const Transfer& t : receives)
-        check(ncclRecv(t.memory, t.bytes, ncclUint8, t.peer, transport->nccl, queue), "ncclRecv");
-    check(ncclGroupEnd(), "ncclGroupEnd");
+        require(ncclRecv(t.memory, t.bytes, ncclUint8, t.peer, transport->nccl, queue), "ncclRecv");
+    require(ncclGroupEnd(), "ncclGroupEnd");
 }

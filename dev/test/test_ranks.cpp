@@ -358,7 +358,8 @@ TEST(Failures, ARankWithAnotherOption) {
 TEST(Failures, ARankWithABadOption) {
     const TempFolder folder;
     for (const int bad : {0, 1, 2}) {
-        std::vector<Arguments> arguments(3, small(folder, "out", {"--virtual-ranks", "3"}));
+        std::vector<Arguments> arguments(
+            3, small(folder, "out", {"--virtual-ranks", "3", "--tokens-per-step", "432"}));
         arguments[static_cast<size_t>(bad)].insert(arguments[static_cast<size_t>(bad)].end(),
                                                    {"--heads", "seven"});
         const auto [statuses, said] = finish_ranks(folder, start_ranks(folder, arguments));
