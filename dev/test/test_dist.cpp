@@ -318,9 +318,25 @@ struct Processes {
     TempFolder folder;
     std::vector<pid_t> pids;
     double started = monotonic_seconds();
+    int met[2] = {-1, -1};  // a pipe, with a byte from every rank that has met the others
 
-    Processes() = default;
+    Processes() { EXPECT_EQ(pipe(met), 0); }
+    ~Processes() {
+        close(met[0]);
+        close(met[1]);
+    }
     Processes(const Processes&) = delete;
+
+    void wait_until_met() const {
+        std::vector<char> bytes(pids.size());
+        const double deadline = monotonic_seconds() + hang_seconds;
+        for (size_t n = 0; n < bytes.size();) {
+            std::vector<pollfd> wait = {{met[0], POLLIN, 0}};
+            poll_until(wait, deadline);
+            ASSERT_NE(wait[0].revents, 0) << "they do not meet";
+            n += static_cast<size_t>(read(met[0], bytes.data(), bytes.size() - n));
+        }
+    }
 
     // Forks one, which runs `f` and ends with its status.
     void start(const std::function<int()>& f) {
@@ -381,7 +397,10 @@ struct LocalRanks {
         for (const RankEnvironment& environment : environments) {
             processes.start([&] {
                 if (environment.rank != 0) close(listener);
-                return run_rank(environment, timeout, body);
+                return run_rank(environment, timeout, [&](Comm* comm) {
+                    require(write(processes.met[1], "m", 1) == 1, "pipe");
+                    body(comm);
+                });
             });
         }
     }
@@ -688,6 +707,7 @@ TEST(Failure, KilledRank) {
         Processes runs[3];  // one a victim, together, to save time
         for (Processes& run : runs) LocalRanks(3).start(run, 20, [&](Comm* comm) { work(comm, what); });
         for (size_t victim = 0; victim < 3; victim++) {
+            runs[victim].wait_until_met();
             sleep_seconds(0.1 + random() % 100 * 1e-3);
             kill(runs[victim].pids[victim], SIGKILL);
         }
@@ -708,7 +728,7 @@ TEST(Failure, KilledRanksUnderALauncher) {
         for (RankEnvironment& environment : ranks.environments) environment.supervised = true;
         Processes processes;
         ranks.start(processes, 20, [](Comm* comm) { work(comm, Doing::values); });
-        sleep_seconds(0.2);
+        processes.wait_until_met();
         kill(processes.pids[static_cast<size_t>(victim)], SIGKILL);
         expect_failure(processes.finish(), victim == 0 ? "" : gone(victim), {victim});
     }
@@ -718,7 +738,7 @@ TEST(Failure, KilledRanksUnderALauncher) {
 TEST(Failure, TwoKilledRanks) {
     Processes processes;
     LocalRanks(4).start(processes, 20, [](Comm* comm) { work(comm, Doing::values); });
-    sleep_seconds(0.2);
+    processes.wait_until_met();
     kill(processes.pids[0], SIGKILL);
     kill(processes.pids[3], SIGKILL);
     expect_failure(processes.finish(), gone(0), {0, 3});
@@ -743,7 +763,7 @@ TEST(Failure, StoppedRank) {
             work(comm, Doing::exchange);
         });
     }
-    sleep_seconds(0.3);
+    for (const Processes& processes : runs) processes.wait_until_met();
     for (size_t i = 0; i < 2; i++) kill(runs[i].pids[victims[i]], SIGSTOP);
     sleep_seconds(4.5);  // the timeout, the interval of the signs of life and what a busy machine adds
     for (size_t i = 0; i < 2; i++) {
@@ -769,7 +789,8 @@ TEST(Failure, SlownessIsNoDeath) {
         comm_sum(comm, &value, 1);
         require(value == 9, "sum");
     });
-    sleep_seconds(0.5);
+    processes.wait_until_met();
+    sleep_seconds(0.2);
     for (const pid_t pid : processes.pids) kill(pid, SIGSTOP);
     sleep_seconds(3.5);
     for (const pid_t pid : processes.pids) {
@@ -939,7 +960,8 @@ TEST(Meeting, RankOfAnotherRun) {
     };
     start(environments[0]);
     start(other);
-    sleep_seconds(0.3);
+    siginfo_t ended_first;
+    waitid(P_PID, static_cast<id_t>(processes.pids[1]), &ended_first, WEXITED | WNOWAIT);
     start(environments[1]);
     const Ended ended = processes.finish();
     EXPECT_EQ(ended.statuses, (std::vector<int>{0, 1, 0}));
@@ -983,7 +1005,7 @@ TEST(Meeting, Rank0Dies) {
     Processes processes;
     for (const RankEnvironment& environment : environments)
         processes.start([&] { return run_rank(environment, 20, [](Comm*) {}); });
-    sleep_seconds(0.3);
+    sleep_seconds(1);  // until they have come, also on a busy machine
     kill(processes.pids[0], SIGKILL);
     const Ended ended = processes.finish();
     EXPECT_EQ(ended.statuses, (std::vector<int>{-SIGKILL, 1, 1}));
