@@ -79,6 +79,7 @@ done
 launches=$(mktemp)
 CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
 CUDASIM_SEED=1 run_test build/sim/test_cuda
+run_test build/sim/test_optim --gtest_filter=Muon.ReplayedStepsEqualDirectOnes
 model="Golden.*:SixteenBit*.LogitsLossGradients"
 run_test build/sim/test_gpt --gtest_filter="$model"
 run_test build/sim/test_backends
