@@ -6,6 +6,7 @@
 #   CXX=clang++   another compiler
 #   SANITIZE=1    the CPU build under AddressSanitizer and UBSan, in build/cpu-sanitize/
 #   ARCHS=...     GPU architectures: "all", or some of 80 86 89 90 100 120 (default: this machine's GPU, else 90)
+#   NCCL_HOME=... where NCCL is, if neither with the CUDA toolkit nor in /usr/local or /usr
 #   STATIC=1      the CUDA build without shared libraries but libc, the driver and CUDA's, to be copied elsewhere
 
 CXX ?= g++
@@ -47,6 +48,21 @@ ifeq ($(BACKEND),cuda)
     NVCC_FLAGS := -std=c++20 -O3 -lineinfo --expt-relaxed-constexpr -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall$(,)-Wextra \
                   $(foreach a,$(architectures),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
+    # NCCL where both its header and its library are, whatever package they came with (PyPI's has no libnccl.so, but
+    # libnccl.so.2). A program that calls none of it does not need it.
+    nccl_library_in = $(and $(wildcard $(1)/include/nccl.h),$(firstword $(sort \
+        $(wildcard $(foreach lib,lib lib64 lib/*-linux-gnu,$(1)/$(lib)/libnccl.so*)))))
+    HAVE_NCCL := $(firstword $(foreach home,$(or $(NCCL_HOME),$(CUDA_HOME) /usr/local /usr), \
+        $(if $(call nccl_library_in,$(home)),$(home))))
+    ifneq ($(HAVE_NCCL),)
+        nccl_library := $(call nccl_library_in,$(HAVE_NCCL))
+        nccl_folder := $(patsubst %/,%,$(dir $(nccl_library)))
+        FLAGS += -DMUGPT_HAVE_NCCL $(addprefix -isystem ,$(filter-out /usr/include /usr/local/include,$(HAVE_NCCL)/include))
+        LIBS += -L$(nccl_folder) -Wl$(,)-rpath$(,)$(nccl_folder) \
+                -Wl$(,)--as-needed -l:$(notdir $(nccl_library)) -Wl$(,)--no-as-needed
+    else ifneq ($(NCCL_HOME),)
+        $(error NCCL_HOME=$(NCCL_HOME): has no include/nccl.h, or no lib/libnccl.so)
+    endif
     FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
     TESTS += test_instructions test_fused_linear test_cuda

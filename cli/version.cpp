@@ -11,9 +11,17 @@
 #define MUGPT_COMPILER "GCC " __VERSION__
 #endif
 
+// What a CUDA program has of NCCL, which the Makefile looks for.
+#ifdef MUGPT_HAVE_NCCL
+#define MUGPT_NCCL " with NCCL"
+#else
+#define MUGPT_NCCL " without NCCL"
+#endif
+
 std::string git_commit() { return MUGPT_GIT_COMMIT; }
 
 std::string version_text() {
-    return "muGPT 0.1.0 (git " + git_commit() +
-           "), " MUGPT_BACKEND " backend, one process; built with " MUGPT_COMPILER;
+    const std::string backend = MUGPT_BACKEND;
+    return "muGPT 0.1.0 (git " + git_commit() + "), " + backend + " backend" +
+           (backend == "cuda" ? MUGPT_NCCL : "") + ", one process; built with " MUGPT_COMPILER;
 }
