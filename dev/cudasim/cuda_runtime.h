@@ -29,6 +29,18 @@
 // threadIdx, blockIdx, blockDim and gridDim are variables: cudasim.h.
 constexpr int warpSize = 32;
 
+// A product or sum that no compiler makes part of an FMA: the empty asm may change it, for all that g++
+// knows.
+inline float __fmul_rn(float a, float b) {
+    float product = a * b;
+    asm("" : "+m"(product));
+    return product;
+}
+inline float __fadd_rn(float a, float b) {
+    asm("" : "+m"(a), "+m"(b));
+    return a + b;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Vector types: an access moves the whole vector, whose address must be a multiple of its alignment
 

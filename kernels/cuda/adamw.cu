@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(elementwise_threads)
         Pack<float, size> p =
             master != nullptr ? load_pack<true, size>(master + i) : load_pack<true, size>(param + i);
         for (unsigned j = 0; j < size; j++) {
-            const float gradient = g.element[j] * f.grad_scale;
+            const float gradient = __fmul_rn(g.element[j], f.grad_scale);
             m_.element[j] = fmaf(f.one_minus_beta1, gradient - m_.element[j], m_.element[j]);
             v_.element[j] = fmaf(f.one_minus_beta2, fmaf(gradient, gradient, -v_.element[j]), v_.element[j]);
             const float change = f.step_size * m_.element[j] / fmaf(sqrtf(v_.element[j]), f.v_scale, f.eps);

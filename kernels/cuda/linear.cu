@@ -38,7 +38,7 @@ __device__ __forceinline__ float gelu_exp(float bounded) {
 
 __device__ __forceinline__ float gelu(float x) {
     const float numerator = x < -10.0f ? -10.0f : x;
-    return numerator / (1.0f + gelu_exp(bound(x)));
+    return numerator / __fadd_rn(1.0f, gelu_exp(bound(x)));
 }
 
 // s (1 - x (1-s) y') with s = 1/(1 + e^y), 1-s = e^y s.

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(chunk_threads)
         const Pack<float, size> g = load_pack<true, size>(grad + i);
         Pack<float, size> m = load_pack<true, size>(momentum + i), d;
         for (unsigned j = 0; j < size; j++) {
-            const float gradient = g.element[j] * grad_scale;
+            const float gradient = __fmul_rn(g.element[j], grad_scale);
             m.element[j] = fmaf(pull, gradient - m.element[j], m.element[j]);
             d.element[j] = nesterov ? fmaf(pull, gradient - m.element[j], m.element[j]) : m.element[j];
             const double value = d.element[j];

@@ -63,7 +63,7 @@ __device__ __forceinline__ double block_sum_of_squares(const float* x, size_t n,
             vectors && i + size <= n ? load_pack<true, size>(x + i) : load_pack<false, size>(x + i, n - i);
         for (unsigned j = 0; j < size; j++) {
             const double value = pack.element[j];
-            total += value * value;
+            total = fma(value, value, total);
         }
     }
     return block_sum(total, partial);
