@@ -159,3 +159,14 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               cublasLtMatrixLayout_t c, void* D, cublasLtMatrixLayout_t d,
                               const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t workspace_bytes,
                               cudaStream_t stream);
+
+namespace cudasim {
+
+// What this thread's last product was asked for, so that tests can tell which way the caller took.
+struct ProductRequest {
+    cublasComputeType_t compute;
+    uint32_t epilogue;
+};
+ProductRequest& last_product();
+
+}  // namespace cudasim

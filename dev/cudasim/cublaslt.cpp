@@ -12,6 +12,7 @@
 #include "cublasLt.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <vector>
 
@@ -260,6 +261,12 @@ std::vector<float> to_floats(const void* memory, const Layout& layout, int32_t l
     return result;
 }
 
+// fp32 with 10 bits of fraction, to nearest: what tensor cores take of an fp32 number.
+float round_to_tf32(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    return std::isfinite(x) ? std::bit_cast<float>((bits + 0xfffu + (bits >> 13 & 1u)) & ~0x1fffu) : x;
+}
+
 // The tanh approximation (arXiv:1606.08415), which is cuBLASLt's GELU, and its derivative.
 float gelu(float x) {
     const double u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
@@ -299,7 +306,11 @@ void multiply(const Call& call) {
     const bool tb = call.description.transpose_b == CUBLAS_OP_T;
     const size_t k = ta ? call.a.rows : call.a.columns;
     for (int32_t l = 0; l < call.d.batch; ++l) {
-        const std::vector<float> a = to_floats(call.A, call.a, l, ta), b = to_floats(call.B, call.b, l, tb);
+        std::vector<float> a = to_floats(call.A, call.a, l, ta), b = to_floats(call.B, call.b, l, tb);
+        if (call.description.compute_type == CUBLAS_COMPUTE_32F_FAST_TF32) {
+            std::transform(a.begin(), a.end(), a.begin(), round_to_tf32);
+            std::transform(b.begin(), b.end(), b.begin(), round_to_tf32);
+        }
 #pragma omp parallel if (m * n * k > 100000)
         {
             std::vector<float> sums(m);
@@ -520,6 +531,11 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
     return CUBLAS_STATUS_SUCCESS;
 }
 
+cudasim::ProductRequest& cudasim::last_product() {
+    static thread_local ProductRequest last = {};
+    return last;
+}
+
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t description, const void* alpha,
                               const void* A, cublasLtMatrixLayout_t a, const void* B,
                               cublasLtMatrixLayout_t b, const void* beta, const void* C,
@@ -560,6 +576,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         cudasim::fault("%s: D overlaps A, B or C", name);
     }
 
+    cudasim::last_product() = {description->compute_type, description->epilogue};
     const Call call = {*description,
                        *a,
                        *b,

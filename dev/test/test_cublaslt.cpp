@@ -276,6 +276,25 @@ TEST(CublasLt, EveryTypeOfTheTable) {
     }
 }
 
+// Its inputs have 11 significant bits, which the exact product of rounded ones shows.
+TEST(CublasLt, Tf32RoundsItsInputs) {
+    Call call = make_call(CUDA_R_32F, CUDA_R_32F), rounded = call;
+    for (Operand* operand : {&rounded.a, &rounded.b}) {
+        for (float& value : operand->values) {
+            int exponent;
+            const double fraction = std::frexp(double{value}, &exponent);
+            value = static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(fraction, 11)), exponent - 11));
+        }
+    }
+    ASSERT_EQ(run(call), CUBLAS_STATUS_SUCCESS);
+    expect_close(call.result, textbook(call), CUDA_R_32F);
+    EXPECT_EQ(cudasim::last_product().compute, CUBLAS_COMPUTE_32F);
+    call.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+    ASSERT_EQ(run(call), CUBLAS_STATUS_SUCCESS);
+    expect_close(call.result, textbook(rounded), CUDA_R_32F);
+    EXPECT_EQ(cudasim::last_product().compute, CUBLAS_COMPUTE_32F_FAST_TF32);
+}
+
 TEST(CublasLt, Epilogues) {
     for (const cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F}) {
         Call call = make_call(type, type);
