@@ -19,14 +19,10 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 tests="test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt test_program test_ranks"
 passed=0 failed=0 skipped=0
 
-# Runs a GoogleTest program and adds up its results; one that ends without a summary has failed.
-run_test() {
-    local program=$1; shift
-    local log; log=$(mktemp)
-    local start=$SECONDS
-    echo "== $program"
-    "$program" --gtest_brief=1 "$@" >"$log" 2>&1
-    local status=$?
+# Adds up what a GoogleTest program said and shows it where a test failed or was skipped; one that ended without
+# a summary has failed.
+count() {
+    local log=$1 status=$2
     local p f s
     p=$(sed -n 's/^\[  PASSED  \] \([0-9]*\) test.*/\1/p' "$log" | head -n 1)
     f=$(sed -n 's/^\[  FAILED  \] \([0-9]*\) test.*/\1/p' "$log" | head -n 1)
@@ -34,8 +30,29 @@ run_test() {
     if [ -z "$p" ] || { [ $status -ne 0 ] && [ -z "$f" ]; }; then f=$((${f:-0} + 1)); fi
     if [ "${f:-0}" -ne 0 ] || [ "${s:-0}" -ne 0 ]; then cat "$log"; fi
     passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
-    echo "   ${p:-0} passed, ${f:-0} failed, ${s:-0} skipped ($((SECONDS - start)) s)"
-    rm -f "$log"
+}
+
+# Runs a GoogleTest program and adds up its results. With PARTS=N, in N processes at once, each with a part of the
+# tests and one thread. CUDASIM_LAUNCHES is a folder that gets the list of each.
+run_test() {
+    local program=$1; shift
+    local logs; logs=$(mktemp -d)
+    local start=$SECONDS before="$passed $failed $skipped" parts=${PARTS:-1} part
+    echo "== $program${CUDASIM_SEED:+, seed $CUDASIM_SEED}"
+    for ((part = 0; part < parts; part++)); do
+        (
+            [ "$parts" -eq 1 ] || export GTEST_TOTAL_SHARDS=$parts GTEST_SHARD_INDEX=$part OMP_NUM_THREADS=1
+            [ -z "${CUDASIM_LAUNCHES:-}" ] || export CUDASIM_LAUNCHES=$CUDASIM_LAUNCHES/$part
+            "$program" --gtest_brief=1 "$@" >"$logs/$part" 2>&1
+            echo $? >"$logs/$part.status"
+        ) &
+    done
+    wait
+    for ((part = 0; part < parts; part++)); do count "$logs/$part" "$(cat "$logs/$part.status")"; done
+    rm -rf "$logs"
+    # shellcheck disable=SC2086
+    set -- $before
+    echo "   $((passed - $1)) passed, $((failed - $2)) failed, $((skipped - $3)) skipped ($((SECONDS - start)) s)"
 }
 
 finish() {
@@ -76,9 +93,13 @@ build BACKEND=sim tests build/sim/bench_ops
 for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda test_fused_linear; do
     run_test "build/sim/$test"
 done
-launches=$(mktemp)
-CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
-CUDASIM_SEED=1 run_test build/sim/test_cuda
+launches=$(mktemp -d)
+PARTS=$jobs CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
+run_command "every kernel was launched" dev/test/launches_check "$launches"/*
+for seed in 1 2; do
+    PARTS=$jobs CUDASIM_SEED=$seed run_test build/sim/test_kernels
+    CUDASIM_SEED=$seed run_test build/sim/test_cuda
+done
 run_test build/sim/test_optim --gtest_filter=Muon.ReplayedStepsEqualDirectOnes
 model="Golden.*:SixteenBit*.LogitsLossGradients"
 run_test build/sim/test_gpt --gtest_filter="$model"
@@ -93,6 +114,7 @@ rm -rf "$out"
 # What nvcc makes of them, and what the program says where there is no GPU.
 no_gpu() {
     local out said status=0
+    build/cuda/train_gpt --version | grep -E 'cuda backend with(out)? NCCL' || return 1
     out=$(mktemp -d)
     build/cuda/train_gpt tokenize --input data/text/tom_sawyer.txt --out "$out/text"
     said=$(build/cuda/train_gpt --train-data "$out/text_train_*.bin" --layers 1 --heads 1 --channels 64 --seq-len 16 \
@@ -105,11 +127,13 @@ if command -v nvcc >/dev/null; then
     build BACKEND=cuda build/cuda/train_gpt
     if ! nvidia-smi >/dev/null 2>&1; then run_command "the CUDA program without a GPU" no_gpu; fi
     echo "== ptxas_report"
-    if LAUNCHES=$launches ARCHS="80 90" dev/bench/ptxas_report; then
+    cat "$launches"/* >"$launches/all"
+    if LAUNCHES=$launches/all ARCHS="80 90" dev/bench/ptxas_report; then
         passed=$((passed + 1))
     else
         failed=$((failed + 1))
     fi
+    run_command "contraction_check" dev/bench/contraction_check
     echo "== sass_check"
     if said=$(dev/bench/sass_check); then
         echo "$said"
@@ -122,5 +146,5 @@ else
     echo "== nvcc is not here: kernels/cuda is not compiled for a GPU"
     skipped=$((skipped + 1))
 fi
-rm -f "$launches"
+rm -rf "$launches"
 finish
