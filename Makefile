@@ -160,9 +160,10 @@ endif
 
 test:
 	scripts/test.sh
-bench: $(BUILD)/bench_ops $(BUILD)/bench_gemm
+bench: $(BUILD)/bench_ops $(BUILD)/bench_gemm $(BUILD)/bench_muon
 	$(BUILD)/bench_ops
 	$(BUILD)/bench_gemm
+	$(BUILD)/bench_muon
 
 clean:
 	rm -rf build train_gpt
