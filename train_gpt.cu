@@ -665,6 +665,7 @@ struct StepResult {
     double loss, grad_norm, lr;
     double seconds, optimizer_seconds;
     double loss_scale;
+    double comm_seconds;
     BytesSent bytes_sent;     // by this rank
     uint64_t orthogonalized;  // matrices, by all ranks
     bool skipped;
@@ -738,6 +739,7 @@ StepResult train_step(Run<Storage>& run) {
     StepResult result = {};
     const double start = now_seconds();
     const BytesSent bytes_before = comm_bytes_sent(run.comm);
+    const double comm_before = comm_seconds(run.comm);
     const float scale = run.scaler.scale;
     const double loss_sum = sum_gradients(run, scale / static_cast<float>(o.tokens_per_step));
     const double backward_done = now_seconds();
@@ -763,6 +765,7 @@ StepResult train_step(Run<Storage>& run) {
     }
     stream_synchronize(run.stream);
     result.bytes_sent = comm_bytes_sent(run.comm) - bytes_before;
+    result.comm_seconds = comm_seconds(run.comm) - comm_before;
     result.seconds = now_seconds() - start;
     result.optimizer_seconds = now_seconds() - backward_done;
     return result;
@@ -924,6 +927,7 @@ void report_step(Run<Storage>& run, const StepResult& result, double loop_start)
                    {"tokens_per_second", tokens_per_second},
                    {"ms", 1e3 * result.seconds},
                    {"optimizer_ms", 1e3 * result.optimizer_seconds},
+                   {"comm_ms", 1e3 * result.comm_seconds},
                    {"mfu", mfu},
                    {"bytes_sent", result.bytes_sent.total()},
                    {"bytes_sent_as", bytes_json(result.bytes_sent)},

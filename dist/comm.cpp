@@ -20,9 +20,18 @@ struct Comm {
     Control control;
     Transport* transport = nullptr;
     BytesSent sent;
+    double seconds = 0;
 };
 
 namespace {
+
+// Adds the time until its end to the communicator's.
+struct Timer {
+    Comm* comm;
+    double start = monotonic_seconds();
+
+    ~Timer() { comm->seconds += monotonic_seconds() - start; }
+};
 
 // Calls that all ranks make together must be the same on all.
 enum class Call : uint32_t { sum, broadcast, gather };
@@ -135,6 +144,7 @@ void comm_abort(Comm* comm, const std::string& message) {
 }
 
 void comm_sum(Comm* comm, double* values, size_t n) {
+    const Timer timer{comm};
     if (comm->rank != 0) {
         send_values(comm, 0, Call::sum, values, n * sizeof(double));
         receive_sums(comm, 0, values, n);
@@ -150,6 +160,7 @@ void comm_sum(Comm* comm, double* values, size_t n) {
 }
 
 void comm_broadcast(Comm* comm, std::string& text) {
+    const Timer timer{comm};
     if (comm->rank != 0) {
         text = receive_text(comm, 0, Call::broadcast);
         return;
@@ -159,6 +170,7 @@ void comm_broadcast(Comm* comm, std::string& text) {
 }
 
 std::vector<std::string> comm_gather(Comm* comm, const std::string& text) {
+    const Timer timer{comm};
     if (comm->rank != 0) {
         send_values(comm, 0, Call::gather, text.data(), text.size());
         return {};
@@ -181,12 +193,14 @@ void comm_exchange(Comm* comm, Traffic traffic, const std::vector<Transfer>& sen
         }
     }
     if (sends.empty() && receives.empty()) return;
+    const Timer timer{comm};
     if (comm->transport == nullptr) fail("comm_exchange: comm_open_transport comes first");
     for (const Transfer& send : sends) count(comm, traffic, send.peer, send.bytes);
     transport_exchange(comm->transport, sends, receives, stream);
 }
 
 BytesSent comm_bytes_sent(const Comm* comm) { return comm->sent; }
+double comm_seconds(const Comm* comm) { return comm->seconds; }
 
 const std::string& comm_address(const Comm* comm, int rank) {
     return comm->meeting.addresses[static_cast<size_t>(rank)];

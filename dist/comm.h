@@ -87,3 +87,6 @@ void comm_exchange(Comm* comm, Traffic traffic, const std::vector<Transfer>& sen
                    const std::vector<Transfer>& receives, Stream* stream);
 
 BytesSent comm_bytes_sent(const Comm* comm);
+// Seconds that this rank's main thread has spent in host values and exchanges, waiting for others included.
+// On a GPU an exchange is only queued in them.
+double comm_seconds(const Comm* comm);

@@ -204,7 +204,7 @@ inline std::vector<std::string> training_lines(const std::string& folder) {
     std::vector<std::string> lines;
     for (json object : log_lines(folder)) {
         if (object["type"] != "train" && object["type"] != "val") continue;
-        for (const char* time : {"ms", "optimizer_ms", "tokens_per_second", "mfu", "peak_bytes"})
+        for (const char* time : {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes"})
             object.erase(time);
         lines.push_back(object.dump());
     }

@@ -47,7 +47,7 @@ std::vector<std::string> lines_of(const std::string& folder) {
     for (json object : log_lines(folder)) {
         if (object["type"] != "train" && object["type"] != "val") continue;
         for (const char* key :
-             {"ms", "optimizer_ms", "tokens_per_second", "mfu", "peak_bytes", "bytes_sent", "bytes_sent_as"})
+             {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes", "bytes_sent", "bytes_sent_as"})
             object.erase(key);
         lines.push_back(object.dump());
     }
