@@ -32,23 +32,25 @@ count() {
     passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
 }
 
-# Runs a GoogleTest program and adds up its results. With PARTS=N, in N processes at once, each with a part of the
-# tests and one thread. CUDASIM_LAUNCHES is a folder that gets the list of each.
+# Runs a GoogleTest program and adds up its results. With SEEDS="0 1", once under each seed of the simulator, at the
+# same time and with one thread each; CUDASIM_LAUNCHES is then a folder that gets the list of each.
 run_test() {
     local program=$1; shift
     local logs; logs=$(mktemp -d)
-    local start=$SECONDS before="$passed $failed $skipped" parts=${PARTS:-1} part
-    echo "== $program${CUDASIM_SEED:+, seed $CUDASIM_SEED}"
-    for ((part = 0; part < parts; part++)); do
+    local start=$SECONDS before="$passed $failed $skipped" seeds=${SEEDS:-0} seed
+    echo "== $program${SEEDS:+, seeds $SEEDS}"
+    for seed in $seeds; do
         (
-            [ "$parts" -eq 1 ] || export GTEST_TOTAL_SHARDS=$parts GTEST_SHARD_INDEX=$part OMP_NUM_THREADS=1
-            [ -z "${CUDASIM_LAUNCHES:-}" ] || export CUDASIM_LAUNCHES=$CUDASIM_LAUNCHES/$part
-            "$program" --gtest_brief=1 "$@" >"$logs/$part" 2>&1
-            echo $? >"$logs/$part.status"
+            if [ -n "${SEEDS:-}" ]; then
+                export CUDASIM_SEED=$seed OMP_NUM_THREADS=1
+                [ -z "${CUDASIM_LAUNCHES:-}" ] || export CUDASIM_LAUNCHES=$CUDASIM_LAUNCHES/$seed
+            fi
+            "$program" --gtest_brief=1 "$@" >"$logs/$seed" 2>&1
+            echo $? >"$logs/$seed.status"
         ) &
     done
     wait
-    for ((part = 0; part < parts; part++)); do count "$logs/$part" "$(cat "$logs/$part.status")"; done
+    for seed in $seeds; do count "$logs/$seed" "$(cat "$logs/$seed.status")"; done
     rm -rf "$logs"
     # shellcheck disable=SC2086
     set -- $before
@@ -94,12 +96,9 @@ for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda tes
     run_test "build/sim/$test"
 done
 launches=$(mktemp -d)
-PARTS=$jobs CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
+SEEDS="0 1 2" CUDASIM_LAUNCHES=$launches run_test build/sim/test_kernels
 run_command "every kernel was launched" dev/test/launches_check "$launches"/*
-for seed in 1 2; do
-    PARTS=$jobs CUDASIM_SEED=$seed run_test build/sim/test_kernels
-    CUDASIM_SEED=$seed run_test build/sim/test_cuda
-done
+SEEDS="1 2" run_test build/sim/test_cuda
 run_test build/sim/test_optim --gtest_filter=Muon.ReplayedStepsEqualDirectOnes
 model="Golden.*:SixteenBit*.LogitsLossGradients"
 run_test build/sim/test_gpt --gtest_filter="$model"
