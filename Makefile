@@ -49,7 +49,7 @@ ifeq ($(BACKEND),cuda)
                   $(foreach a,$(architectures),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
     # NCCL where both its header and its library are, whatever package they came with (PyPI's has no libnccl.so, but
-    # libnccl.so.2). A program that calls none of it does not need it.
+    # libnccl.so.2).
     nccl_library_in = $(and $(wildcard $(1)/include/nccl.h),$(firstword $(sort \
         $(wildcard $(foreach lib,lib lib64 lib/*-linux-gnu,$(1)/$(lib)/libnccl.so*)))))
     HAVE_NCCL := $(firstword $(foreach home,$(or $(NCCL_HOME),$(CUDA_HOME) /usr/local /usr), \
@@ -58,8 +58,7 @@ ifeq ($(BACKEND),cuda)
         nccl_library := $(call nccl_library_in,$(HAVE_NCCL))
         nccl_folder := $(patsubst %/,%,$(dir $(nccl_library)))
         FLAGS += -DMUGPT_HAVE_NCCL $(addprefix -isystem ,$(filter-out /usr/include /usr/local/include,$(HAVE_NCCL)/include))
-        LIBS += -L$(nccl_folder) -Wl$(,)-rpath$(,)$(nccl_folder) \
-                -Wl$(,)--as-needed -l:$(notdir $(nccl_library)) -Wl$(,)--no-as-needed
+        LIBS += -L$(nccl_folder) -Wl$(,)-rpath$(,)$(nccl_folder) -l:$(notdir $(nccl_library))
     else ifneq ($(NCCL_HOME),)
         $(error NCCL_HOME=$(NCCL_HOME): has no include/nccl.h, or no lib/libnccl.so)
     endif
@@ -91,6 +90,7 @@ endif
 # the simulator threads.
 transport_of_cpu := tcp
 transport_of_sim := nccl
+transport_of_cuda := $(if $(HAVE_NCCL),nccl)
 RANKS := dist/transport_$(or $(transport_of_$(BACKEND)),none).cpp dist/launcher$(if $(filter sim,$(BACKEND)),_threads).cpp
 
 LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) \
