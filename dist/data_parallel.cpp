@@ -27,7 +27,7 @@ void data_parallel_check(size_t leaves, int ranks) {
 namespace {
 
 // The blocks of a stage, each with its owner.
-std::vector<BlockPlace> blocks_of(const ParameterTable& table, const GptStage& stage,
+std::vector<BlockPlace> blocks_of(const ParameterTable& table, const ParameterRange& stage,
                                   const Ownership& ownership) {
     std::vector<BlockPlace> blocks;
     const Parameter* first = &table[stage.first_parameter];
@@ -117,7 +117,7 @@ size_t staged_at(const Chunk& chunk, int group, int place) {
 
 }  // namespace
 
-ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptStage>& stages,
+ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<ParameterRange>& stages,
                            const Ownership& ownership, int ranks, int group,
                            const DataParallelConfig& config) {
     ExchangePlan plan;
@@ -129,7 +129,7 @@ ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptSta
     const size_t layer = elements_of(blocks_of(table, stages[1], ownership));
     const size_t room = aligned_elements(layer / static_cast<size_t>(ranks) + 1);
     const int place = ownership.rank % group;
-    for (const GptStage& stage : stages) {
+    for (const ParameterRange& stage : stages) {
         const std::vector<BlockPlace> blocks = blocks_of(table, stage, ownership);
         plan.stages.push_back(cut_into_chunks(blocks, ranks, room));
         plan.weights.push_back(merge_neighbours(blocks));
@@ -176,7 +176,7 @@ StepBytes step_bytes(const ExchangePlan& plan, int rank, size_t weight_bytes) {
 // Memory and streams
 
 DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
-                                  const std::vector<GptStage>& stages, const Ownership& ownership,
+                                  const std::vector<ParameterRange>& stages, const Ownership& ownership,
                                   const DataParallelConfig& config, const DeviceConfig& device,
                                   Stream* stream) {
     const int ranks = comm_ranks(comm);

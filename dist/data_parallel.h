@@ -21,7 +21,6 @@
 
 #include "dist/comm.h"
 #include "kernels/dtype.h"
-#include "model/gpt.h"
 #include "optim/ownership.h"
 
 struct DataParallelConfig {
@@ -63,7 +62,7 @@ struct ExchangePlan {
 
 // A chunk has at most a layer's numbers, the same share of them for each owner: staging takes twice as much
 // as a layer's gradients, once for what goes and once for what comes.
-ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<GptStage>& stages,
+ExchangePlan exchange_plan(const ParameterTable& table, const std::vector<ParameterRange>& stages,
                            const Ownership& ownership, int ranks, int group,
                            const DataParallelConfig& config);
 
@@ -82,7 +81,7 @@ struct DataParallel {
     int rank = 0;
     DataParallelConfig config;
     ExchangePlan plan;
-    std::vector<GptStage> stages;
+    std::vector<ParameterRange> stages;
     const ParameterTable* table = nullptr;
     size_t own_leaves = 1, first_leaf = 0;
     size_t elements = 0;       // of the gradients' arena
@@ -97,7 +96,7 @@ struct DataParallel {
 
 // Takes the memory; table and ownership must outlive it. `device` opens the stream of the transfers.
 DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
-                                  const std::vector<GptStage>& stages, const Ownership& ownership,
+                                  const std::vector<ParameterRange>& stages, const Ownership& ownership,
                                   const DataParallelConfig& config, const DeviceConfig& device,
                                   Stream* stream);
 void data_parallel_destroy(DataParallel& dp);

@@ -189,9 +189,9 @@ ParameterTable gpt_parameter_table(const GptConfig& config) {
     return table;
 }
 
-std::vector<GptStage> gpt_stages(const GptConfig& config) {
+std::vector<ParameterRange> gpt_stages(const GptConfig& config) {
     constexpr size_t embeddings = 2, of_a_layer = 12;
-    std::vector<GptStage> stages = {{0, embeddings}};
+    std::vector<ParameterRange> stages = {{0, embeddings}};
     for (size_t l = 0; l < config.layers; l++) {
         const size_t first = stages.back().end_parameter;
         stages.push_back({first, first + of_a_layer});

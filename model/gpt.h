@@ -41,10 +41,7 @@ ParameterTable gpt_parameter_table(const GptConfig& config);
 // The tensors by when they are used and done with, as ranges of the table: the forward reaches the stages in
 // this order, and the backward completes their gradients in the reverse. The embeddings, each layer, and last
 // the final LayerNorm with an untied head.
-struct GptStage {
-    size_t first_parameter, end_parameter;
-};
-std::vector<GptStage> gpt_stages(const GptConfig& config);
+std::vector<ParameterRange> gpt_stages(const GptConfig& config);
 
 // Number of parameters that exist outside (padding not counted).
 size_t gpt_parameter_count(const ParameterTable& table);

@@ -37,6 +37,11 @@ struct Parameter {
 
 using ParameterTable = std::vector<Parameter>;
 
+// Neighbouring tensors of the table that are used, and done with, together.
+struct ParameterRange {
+    size_t first_parameter, end_parameter;
+};
+
 // A tensor or state vector with the gap after it: the next one starts at a multiple of 64 elements, where
 // vector loads like it.
 constexpr size_t aligned_elements(size_t elements) { return (elements + 63) / 64 * 64; }

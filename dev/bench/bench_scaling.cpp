@@ -43,7 +43,7 @@ struct Load {
 
 Times times_of(const GptConfig& config, OptimizerKind kind, int ranks) {
     const ParameterTable table = gpt_parameter_table(config);
-    const std::vector<GptStage> stages = gpt_stages(config);
+    const std::vector<ParameterRange> stages = gpt_stages(config);
     OptimizerConfig settings;
     settings.kind = kind;
     const Optimizer optimizer = optimizer_plan(settings, table);
@@ -93,21 +93,60 @@ Times times_of(const GptConfig& config, OptimizerKind kind, int ranks) {
             gradient_time, weight_time,     ranks == 1 ? 0 : 3 * value_seconds * (ranks - 1)};
 }
 
+// What a rank sends in a step, on average: the plan's count on one node.
+void print_bytes() {
+    printf(
+        "## Bytes a rank and step\n\nOn one node, bf16 training, from the same plan: with as many leaves as ranks "
+        "the\ngradients travel in `--reduce-dtype`; with more, sums of leaves travel in fp32.\n\n"
+        "| model | optimizer | ranks | gradients, bf16 leaves | fp32 leaves or sums | weights | 4 (P-1)/P N |\n"
+        "|---|---|---|---|---|---|---|\n");
+    for (const char* name : {"d12", "d24", "d36", "d48"}) {
+        GptConfig config;
+        gpt_preset(name, config);
+        const ParameterTable table = gpt_parameter_table(config);
+        size_t N = 0;
+        for (const Parameter& parameter : table) N += parameter.size();
+        for (const OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
+            for (const size_t P : {2, 4, 8}) {
+                const int ranks_ = static_cast<int>(P);
+                uint64_t bf16 = 0, fp32 = 0, weights = 0;
+                for (int rank = 0; rank < ranks_; rank++) {
+                    const Ownership ownership = assign_owners(table, kind, ranks_, rank);
+                    const auto bytes = [&](Dtype dtype) {
+                        const ExchangePlan plan = exchange_plan(table, gpt_stages(config), ownership, ranks_,
+                                                                ranks_, {.leaves = P, .reduce_dtype = dtype});
+                        return step_bytes(plan, rank, 2);
+                    };
+                    bf16 += bytes(Dtype::bf16).gradients();
+                    fp32 += bytes(Dtype::fp32).gradients();
+                    weights += bytes(Dtype::fp32).weights();
+                }
+                printf("| %s | %s | %zu | %s | %s | %s | %s |\n", name,
+                       kind == OptimizerKind::adamw ? "AdamW" : "Muon", P, with_commas(bf16 / P).c_str(),
+                       with_commas(fp32 / P).c_str(), with_commas(weights / P).c_str(),
+                       with_commas(4 * (P - 1) * N / P).c_str());
+            }
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     printf(
-        "# Expected scaling\n\nComputed by `build/cpu/bench_scaling`, not measured: no run of muGPT on several GPUs has\n"
-        "been timed yet. Bytes, FLOPs and owners are the program's own; the speeds are assumptions, of H100s or H200s in\n"
-        "nodes of %d: %.0f TFLOP/s in the model and %.0f in Newton-Schulz, %.1f TB/s of memory, %.0f GB/s within a\n"
-        "node, %.0f GB/s a GPU between nodes, %.0f us for rank 0 to hear one rank. Each GPU has %s tokens of a step,\n"
-        "whatever their number; weights and gradients travel in bf16, sums of a node in fp32. Gradients hide behind the\n"
-        "backward, weights behind the next forward; what does not fit there is exposed.\n\n",
+        "# Expected scaling\n\n"
+        "Computed by `build/cpu/bench_scaling`, not measured: no run of muGPT on several GPUs has been timed\n"
+        "yet. Bytes, FLOPs and owners are the program's own; the speeds are assumptions, of H100s or H200s in\n"
+        "nodes of %d: %.0f TFLOP/s in the model and %.0f in Newton-Schulz, %.1f TB/s of memory, %.0f GB/s\n"
+        "within a node, %.0f GB/s a GPU between nodes, %.0f us for rank 0 to hear one rank. Each GPU has\n"
+        "%s tokens of a step, whatever their number; weights and gradients travel in bf16, sums of a node\n"
+        "in fp32. Gradients hide behind the backward, weights behind the next forward; what does not fit there\n"
+        "is exposed.\n\n",
         ranks_of_a_node, model_flops / 1e12, newton_schulz_flops_rate / 1e12, memory_bytes / 1e12,
         node_bytes / 1e9, network_bytes / 1e9, value_seconds * 1e6, with_commas(rows * T).c_str());
     printf(
-        "| model | optimizer | GPUs | step ms | update ms | gradients ms | weights ms | values ms | exposed ms | efficiency | to AdamW |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|\n");
+        "| model | optimizer | GPUs | step ms | update ms | gradients ms | weights ms | values ms | exposed ms "
+        "| efficiency | to AdamW |\n|---|---|---|---|---|---|---|---|---|---|---|\n");
     for (const char* name : {"d12", "d24", "d36", "d48"}) {
         GptConfig config;
         gpt_preset(name, config);
@@ -128,7 +167,10 @@ int main() {
         }
     }
     printf(
-        "\nThe efficiency is of weak scaling: the time of one GPU with its share of the tokens over that of all. An owner\n"
-        "updates and orthogonalizes for everyone (ZeRO stage 1), so that the update shrinks with the GPUs until there are\n"
-        "more of them than matrices; from there on the largest matrix decides, and so does what comes to its owner.\n");
+        "\nThe efficiency is of weak scaling: the time of one GPU with its share of the tokens over that of\n"
+        "all. An owner updates and orthogonalizes for everyone (ZeRO stage 1), so that the update shrinks with the\n"
+        "GPUs until there are more of them than matrices; from there on the largest matrix decides, and so\n"
+        "does what comes to its owner. At 1,024 GPUs the values, which go through rank 0, are what should be mended\n"
+        "first.\n\n");
+    print_bytes();
 }

@@ -7,6 +7,7 @@
 
 #include "dist/data_parallel.h"
 #include "dist/layout.h"
+#include "model/gpt.h"
 #include "kernels/error.h"
 #include "kernels/tree.h"
 
@@ -177,9 +178,9 @@ TEST(Exchange, EverythingIsSentOnce) {
     GptConfig config{.layers = 3, .heads = 2, .channels = 40, .seq_len = 24, .vocab_size = 20000};
     config.tied_head = false;
     const ParameterTable table = gpt_parameter_table(config);
-    const std::vector<GptStage> stages = gpt_stages(config);
+    const std::vector<ParameterRange> stages = gpt_stages(config);
     size_t parameter = 0;
-    for (const GptStage& stage : stages) {
+    for (const ParameterRange& stage : stages) {
         EXPECT_EQ(stage.first_parameter, parameter);
         parameter = stage.end_parameter;
     }

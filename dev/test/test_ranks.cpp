@@ -8,6 +8,7 @@
 
 #include "dist/data_parallel.h"
 #include "dist/layout.h"
+#include "model/gpt.h"
 #include "model/safetensors.h"
 
 namespace {
@@ -46,8 +47,8 @@ std::vector<std::string> lines_of(const std::string& folder) {
     std::vector<std::string> lines;
     for (json object : log_lines(folder)) {
         if (object["type"] != "train" && object["type"] != "val") continue;
-        for (const char* key :
-             {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes", "bytes_sent", "bytes_sent_as"})
+        for (const char* key : {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes",
+                                "bytes_sent", "bytes_sent_as"})
             object.erase(key);
         lines.push_back(object.dump());
     }
