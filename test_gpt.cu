@@ -370,7 +370,7 @@ TEST(Golden, LogitsOfSomeRows) {
 
 // The ten steps of one series of the golden file. Weights are judged by how far they moved.
 void expect_golden_run(const std::string& run, OptimizerKind kind, double tolerance, double weight_tolerance,
-                       Dtype newton_schulz = Dtype::fp32) {
+                       NewtonSchulzPrecision newton_schulz = NewtonSchulzPrecision::fp32) {
     const Golden golden("tied");
     const nlohmann::json& s = golden.settings;
     OptimizerConfig config;

@@ -192,6 +192,16 @@ GptConfig choose_config(const TrainOptions& o, const std::string& checkpoint, co
     return config;
 }
 
+// The matrices that Muon orthogonalises within the attention's first one.
+void set_muon_blocks(GptConfig& config, const TrainOptions& o) {
+    config.split_qkv = o.muon_split_qkv;
+    config.qk_group_heads = o.muon_qk_group;
+    if (o.muon_qk_group == 0) return;
+    if (!o.muon_split_qkv) fail("--muon-qk-group %zu: needs --muon-split-qkv true", o.muon_qk_group);
+    if (config.heads % o.muon_qk_group != 0)
+        fail("--muon-qk-group %zu: does not divide %zu heads", o.muon_qk_group, config.heads);
+}
+
 // Micro-batches of a step, steps of the run and its warm-up, from the options and the data.
 template <typename Storage>
 void plan_steps(Run<Storage>& run) {
@@ -217,7 +227,7 @@ void plan_steps(Run<Storage>& run) {
                 o.epochs, batches, run.micro_batches_per_step, o.tokens_per_step);
         }
     }
-    o.schedule.steps = o.steps;
+    o.schedule.steps = o.optimizer.total_steps = o.steps;
     if (!run.warmup_given) o.schedule.warmup = std::min(o.schedule.warmup, o.steps / 10);
     if (o.schedule.warmup > o.steps) {
         fail("--warmup %zu: longer than the run of %zu steps", o.schedule.warmup, o.steps);
@@ -332,7 +342,9 @@ std::string ownership_table(const Run<Storage>& run) {
         const size_t used = std::max(p.used_rows, slot.block.first_row) - slot.block.first_row;
         const size_t rows_used = std::min(slot.block.rows, used);
         const size_t parameters = rows_used * p.cols;
-        const size_t state = slot.size() * dtype_size(run.optimizer.config.state_dtype) * (slot.muon ? 1 : 2);
+        const OptimizerConfig& config = run.optimizer.config;
+        const size_t neurons = slot.muon && config.muon_normuon ? slot.neuron_count() * sizeof(float) : 0;
+        const size_t state = slot.size() * dtype_size(config.state_dtype) * (slot.muon ? 1 : 2) + neurons;
         if (same == rows.end()) {
             rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
                             std::to_string(shape_rows) + " x " + std::to_string(p.cols),
@@ -356,7 +368,7 @@ size_t muon_state_bytes(const Optimizer& optimizer) {
     for (const OptimizerSlot& slot : optimizer.slots) {
         if (slot.muon && slot.own) elements += aligned_elements(slot.size());
     }
-    return elements * dtype_size(optimizer.config.state_dtype);
+    return elements * dtype_size(optimizer.config.state_dtype) + optimizer.neuron_elements * sizeof(float);
 }
 
 // What the run has of the device's memory, row by row, and the device's own count of all of it.
@@ -468,7 +480,8 @@ GptConfig open_data(Run<Storage>& run, const std::string& checkpoint) {
     std::vector<TokenFile> shards = token_files_open(o.train_data, "--train-data");
     run.tokenizer_path = o.tokenizer.empty() ? tokenizer_of_shards(shards) : o.tokenizer;
     if (!run.tokenizer_path.empty()) run.tokenizer = tokenizer_read(run.tokenizer_path, "--tokenizer");
-    const GptConfig config = choose_config(o, checkpoint, run.tokenizer);
+    GptConfig config = choose_config(o, checkpoint, run.tokenizer);
+    if (o.optimizer.kind == OptimizerKind::muon) set_muon_blocks(config, o);
     check_tokenizer(run.tokenizer, run.tokenizer_path, config);
     run.prompt = prompt_ids("--sample-prompt", o.sample_prompt, run.tokenizer, run.tokenizer_path, config);
 
@@ -1035,6 +1048,10 @@ void train_loop(Run<Storage>& run) {
         } else {
             consecutive_skips = 0;
             report_step(run, result, start);
+            if (run.step == 1) {
+                for (const std::string& fault : run.optimizer.first_update_faults)
+                    console_line(run.console, "step 1: " + fault);
+            }
             if (due(run, o.val_every)) validate(run);
             saved = due(run, o.checkpoint_every);
             if (saved) save(run);  // before anything that may fail for its own reasons

@@ -56,9 +56,9 @@ void add_number(CLI::App& app, const std::string& name, Number& target, const st
 
 // Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
 // data are, and how they are cut, is compared by the loader's fingerprint.
-const std::set<std::string> fixed_on_resume = {"model",      "layers",     "heads", "channels",
-                                               "vocab-size", "untie-head", "seed",  "optimizer",
-                                               "dtype",      "state-dtype"};
+const std::set<std::string> fixed_on_resume = {
+    "model",     "layers", "heads",       "channels",       "vocab-size",    "untie-head",  "seed",
+    "optimizer", "dtype",  "state-dtype", "muon-split-qkv", "muon-qk-group", "muon-normuon"};
 
 const std::set<std::string> of_a_start = {"resume", "new-data",   "out",    "threads",
                                           "ranks",  "no-overlap", "timeout"};
@@ -68,8 +68,34 @@ const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind
 const std::map<std::string, Dtype> dtypes = {
     {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const std::map<std::string, Dtype> state_dtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
-const std::map<std::string, std::optional<Dtype>> newton_schulz_dtypes = {
-    {"auto", std::nullopt}, {"fp32", Dtype::fp32}, {"fp16", Dtype::fp16}};
+const std::map<std::string, NewtonSchulzPrecision> newton_schulz_dtypes = {
+    {"auto", NewtonSchulzPrecision::automatic},
+    {"fp16", NewtonSchulzPrecision::fp16},
+    {"bf16", NewtonSchulzPrecision::bf16},
+    {"tf32", NewtonSchulzPrecision::tf32},
+    {"fp32", NewtonSchulzPrecision::fp32}};
+const std::map<std::string, DecayMode> decay_modes = {{"decoupled", DecayMode::decoupled},
+                                                      {"independent", DecayMode::independent},
+                                                      {"cautious", DecayMode::cautious}};
+const std::map<std::string, DecaySchedule> decay_schedules = {{"constant", DecaySchedule::constant},
+                                                              {"cosine", DecaySchedule::cosine},
+                                                              {"linear", DecaySchedule::linear}};
+const std::map<std::string, size_t> head_groups = {{"all", 0}, {"1", 1}, {"2", 2}, {"4", 4}};
+const std::map<std::string, MuonPreset> muon_presets = {
+    {"drop-in", MuonPreset::drop_in}, {"tuned", MuonPreset::tuned}, {"normuon", MuonPreset::normuon}};
+
+// What a preset says of options that are not given. tuned: modded-nanogpt's best plain Muon on GPT-2 124M
+// (track 3, 0.025 for the matrices, decay 0.05); normuon: with NorMuon on top.
+std::vector<std::pair<std::string, std::string>> preset_values(MuonPreset preset) {
+    if (preset == MuonPreset::drop_in) return {};
+    std::vector<std::pair<std::string, std::string>> values = {{"lr-muon", "0.025"},
+                                                               {"weight-decay", "0.05"},
+                                                               {"eps", "1e-10"},
+                                                               {"muon-scale", "original"},
+                                                               {"muon-momentum-warmup", "300"}};
+    if (preset == MuonPreset::normuon) values.emplace_back("muon-normuon", "true");
+    return values;
+}
 const std::map<std::string, Recompute> recomputes = {
     {"none", Recompute::none}, {"gelu", Recompute::gelu}, {"block", Recompute::block}};
 const std::map<std::string, Schedule> schedules = {{"cosine", Schedule::cosine},
@@ -221,11 +247,21 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                group);
     add_number(*app, "--warmup", o.schedule.warmup, 0, 1e12,
                "steps of linear rise (llm.c's GPT-2 124M); the default is at most a tenth of the run", group);
+    add_number(*app, "--lr-embedding", o.lr_embedding, 0, 1e6,
+               "peak of the token and position tables; 0: --lr", group);
+    add_number(*app, "--lr-head", o.lr_head, 0, 1e6, "peak of an untied head; 0: --lr", group);
+    add_number(*app, "--lr-scalar", o.lr_scalar, 0, 1e6, "peak of biases and norms; 0: --lr", group);
     add_choice(*app, "--schedule", o.schedule.kind, schedules, "what follows the warm-up", group);
     add_number(*app, "--final-lr-frac", o.schedule.final_lr_frac, 0, 1,
                "the schedule ends at this fraction of --lr (llm.c)", group);
     add_number(*app, "--weight-decay", o.optimizer.weight_decay,
                "decoupled decay of the 2-D tensors, embeddings too (llm.c, nanoGPT)", group);
+    add_choice(
+        *app, "--weight-decay-mode", o.optimizer.weight_decay_mode, decay_modes,
+        "of the weight, times the learning rate or not; cautious: only where the update does not grow it",
+        group);
+    add_choice(*app, "--weight-decay-schedule", o.optimizer.weight_decay_schedule, decay_schedules,
+               "from the full decay to none at the end of the run", group);
     add_number(*app, "--beta1", o.optimizer.beta1, "AdamW's first moment (llm.c, nanoGPT)", group);
     add_number(*app, "--beta2", o.optimizer.beta2, "AdamW's second moment (llm.c, nanoGPT)", group);
     add_number(*app, "--eps", o.optimizer.eps, "AdamW's epsilon (PyTorch)", group);
@@ -233,7 +269,19 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "largest global gradient norm (llm.c, nanoGPT); 0: no clipping", group);
 
     group = "Muon";
+    add_choice(*app, "--muon-preset", o.muon_preset, muon_presets,
+               "defaults for the options that are not given. drop-in: AdamW's --lr and --weight-decay serve; "
+               "tuned: --lr-muon 0.025 --weight-decay 0.05 --eps 1e-10 --muon-scale original "
+               "--muon-momentum-warmup 300; normuon: those and --muon-normuon true",
+               group);
+    add_number(*app, "--lr-muon", o.lr_muon, 0, 1e6, "peak of Muon's matrices; 0: --lr", group);
     add_number(*app, "--muon-momentum", o.optimizer.muon_momentum, "EMA momentum (Jordan 2024)", group);
+    add_number(*app, "--muon-momentum-start", o.optimizer.muon_momentum_start,
+               "momentum at the ends of its warm-up and cool-down (modded-nanogpt)", group);
+    add_number(*app, "--muon-momentum-warmup", o.optimizer.muon_momentum_warmup, 0, 1e12,
+               "steps in which the momentum rises from its start; 0: none", group);
+    add_number(*app, "--muon-momentum-cooldown", o.optimizer.muon_momentum_cooldown, 0, 1e12,
+               "last steps, in which it falls back; 0: none", group);
     app->add_option("--muon-nesterov", o.optimizer.muon_nesterov,
                     "Nesterov momentum, true or false (Jordan 2024)")
         ->default_str("true")
@@ -249,9 +297,22 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_choice(*app, "--muon-ns-variant", o.optimizer.muon_ns_variant, newton_schulz_variants,
                "products in full, half of those that are symmetric, or Gram Newton-Schulz", group);
     add_choice(*app, "--muon-ns-dtype", o.optimizer.muon_ns_dtype, newton_schulz_dtypes,
-               "Newton-Schulz's matrices; auto: fp16 on a GPU, fp32 on a CPU", group);
+               "Newton-Schulz's matrices; auto: fp16 on a GPU, fp32 on a CPU; tf32 is for GPUs", group);
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
                "update scale (match-rms reuses AdamW's lr and decay: Liu et al. 2025)", group);
+    add_number(*app, "--muon-scale-factor", o.optimizer.muon_scale_factor, "a factor on top of it", group);
+    app->add_option("--muon-split-qkv", o.muon_split_qkv,
+                    "q, k and v as three matrices, true or false (Jordan 2024)")
+        ->default_str("true")
+        ->group(group);
+    add_choice(*app, "--muon-qk-group", o.muon_qk_group, head_groups,
+               "heads of q and of k that are one matrix", group);
+    app->add_option("--muon-normuon", o.optimizer.muon_normuon,
+                    "normalise the update's neurons, true or false (arXiv:2510.05491)")
+        ->default_str("false")
+        ->group(group);
+    add_number(*app, "--muon-normuon-beta2", o.optimizer.muon_normuon_beta2,
+               "average of a neuron's squares (arXiv:2510.05491)", group);
 
     group = "Precision";
     add_choice(*app, "--dtype", o.dtype, dtypes,
@@ -390,7 +451,22 @@ json value_of(const CLI::Option* option) {
 
 }  // namespace
 
-TrainCommand parse_train(const std::vector<std::string>& arguments) {
+namespace {
+
+// Groups' learning rates as multiples of --lr, which the schedule gives for every step.
+void set_group_rates(TrainOptions& o) {
+    const auto set = [&](const char* option, double peak, float& multiple) {
+        if (peak == 0) return;
+        if (o.schedule.lr == 0) fail("%s %g: needs an --lr above 0, whose schedule it follows", option, peak);
+        multiple = static_cast<float>(peak / o.schedule.lr);
+    };
+    set("--lr-embedding", o.lr_embedding, o.optimizer.lr_embedding);
+    set("--lr-head", o.lr_head, o.optimizer.lr_head);
+    set("--lr-scalar", o.lr_scalar, o.optimizer.lr_scalar);
+    set("--lr-muon", o.lr_muon, o.optimizer.lr_muon);
+}
+
+TrainCommand parse_without_preset(const std::vector<std::string>& arguments) {
     TrainCommand command;
     const auto app = train_app(command.options);
     command.help = parse(*app, arguments);
@@ -401,6 +477,25 @@ TrainCommand parse_train(const std::vector<std::string>& arguments) {
         if (option->count() > 0) command.given.insert(option->get_single_name());
     }
     command.options.optimizer.seed = command.options.seed;
+    return command;
+}
+
+}  // namespace
+
+TrainCommand parse_train(const std::vector<std::string>& arguments) {
+    TrainCommand command = parse_without_preset(arguments);
+    if (!command.help.empty()) return command;
+    // The preset's values as if they had been given, but what was given counts.
+    std::vector<std::string> with_preset = arguments;
+    for (const auto& [name, value] : preset_values(command.options.muon_preset)) {
+        if (!command.given.contains(name)) with_preset.push_back("--" + name + "=" + value);
+    }
+    if (with_preset.size() > arguments.size()) {
+        const std::set<std::string> given = command.given;
+        command = parse_without_preset(with_preset);
+        command.given = given;
+    }
+    set_group_rates(command.options);
     optimizer_check(command.options.optimizer);
     sample_check(command.options.sample);
     return command;

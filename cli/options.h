@@ -15,6 +15,9 @@
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
 
+// Values of options by name, for those that were not given.
+enum class MuonPreset { drop_in, tuned, normuon };
+
 struct TrainOptions {
     // data and run folder
     std::string train_data, val_data, out, tokenizer;
@@ -31,7 +34,11 @@ struct TrainOptions {
     // optimizer
     OptimizerConfig optimizer;
     ScheduleConfig schedule;
+    double lr_embedding = 0, lr_head = 0, lr_scalar = 0, lr_muon = 0;  // peaks; 0: as schedule.lr
     double grad_clip = 1.0;
+    MuonPreset muon_preset = MuonPreset::drop_in;
+    bool muon_split_qkv = true;
+    size_t muon_qk_group = 0;  // heads; 0: all
     // precision
     Dtype dtype = Dtype::fp32;
     double loss_scale = 0;

@@ -36,6 +36,10 @@ std::string device_name(const Stream* stream);
 // Whether 16-bit products are many times as fast as fp32 ones here: on a GPU, not on a CPU.
 bool device_has_fast_fp16(const Stream* stream);
 
+// Whether fp32 products from now on round their inputs to TF32, as DeviceConfig::tf32 says at first. Returns
+// what held before. A CPU has no TF32, and fails where it is switched on.
+bool device_set_tf32(Stream* stream, bool on);
+
 // CPU threads of the stream; 1 on a GPU.
 int device_threads(const Stream* stream);
 

@@ -157,6 +157,7 @@ struct AdamWStep {
     float lr, beta1, beta2, eps, weight_decay;
     float bias_correction1, bias_correction2;  // 1 - beta1^t, 1 - beta2^t for step t = 1, 2, ...
     float grad_scale;                          // multiplies the gradient: clipping and unscaling
+    bool cautious = false;                     // decays only entries that do not grow: m p >= 0
 };
 
 // g = grad*grad_scale; m = beta1 m + (1-beta1) g; v = beta2 v + (1-beta2) g^2;
@@ -178,6 +179,7 @@ struct MuonStep {
     float decay;             // 1 - lr * weight_decay
     uint32_t rounding_step;  // StateRounding::step
     uint32_t skip;           // not 0: momentum, masters and parameters stay as they are
+    uint32_t cautious = 0;   // not 0: only entries with update*p >= 0 decay (arXiv:2510.12402)
 };
 
 // A matrix of n entries, where it lies in the arenas of gradients, parameters and master weights.
@@ -201,9 +203,18 @@ void muon_prologue(Storage* x, int* degenerate, float* direction, const float* g
                    const MuonStep* step, size_t batch, size_t n, bool nesterov, float safety, uint64_t seed,
                    Stream* stream);
 
+// NorMuon (arXiv:2510.05491). A neuron is a row of a tall matrix, a column of a wide one: one of the longer
+// side, for those of the shorter side have equal norms already. With u the mean of a neuron's squared
+// entries: v = beta2*v + (1-beta2)*u;  o = o / sqrt(max(v, 1e-10)), all of it scaled back to o's Frobenius
+// norm. A zero matrix stays zero, and of a skipped step everything. Sums are fp64. o (rows,cols); v
+// (max(rows,cols)); step is in device memory. Update is any storage type.
+template <typename Update>
+void muon_normalize_neurons(Update* o, float* v, const MuonStep* step, size_t rows, size_t cols, float beta2,
+                            Stream* stream);
+
 // For each of `batch` blocks: p = p*decay - lr*scale*update, with a decay of 1 where the block has none; p as
-// in adamw_update. params and master are the arenas, updates (batch,n), blocks (batch). Update is float or
-// fp16_t.
+// in adamw_update. params and master are the arenas, updates (batch,n), blocks (batch). Update is any storage
+// type.
 template <typename Storage, typename Update>
 void muon_epilogue(Storage* params, float* master, const Update* updates, const MuonBlock* blocks,
                    const MuonStep* step, size_t batch, size_t n, float scale, Stream* stream);

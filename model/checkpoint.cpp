@@ -180,6 +180,13 @@ std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master
         };
         add(slot.muon ? ".momentum" : ".m", optimizer.config.state_dtype, slot.first);
         add(".v", optimizer.config.state_dtype, slot.second);
+        if (slot.neurons != nullptr) {
+            vectors.push_back({block + ".neurons",
+                               {slot.neuron_count()},
+                               Dtype::fp32,
+                               slot.neurons,
+                               slot.neuron_count() * sizeof(float)});
+        }
         add(".master", Dtype::fp32, master == nullptr ? nullptr : master + slot.master_offset);
     }
     return vectors;
@@ -203,8 +210,9 @@ void write_optimizer(const std::string& path, const Optimizer& optimizer, float*
 
 // How many tensors all ranks' files hold together.
 size_t saved_vectors(const Optimizer& optimizer, bool with_master) {
+    const size_t muon = optimizer.config.muon_normuon ? 2 : 1;
     size_t count = 0;
-    for (const OptimizerSlot& slot : optimizer.slots) count += (slot.muon ? 1 : 2) + (with_master ? 1 : 0);
+    for (const OptimizerSlot& slot : optimizer.slots) count += (slot.muon ? muon : 2) + (with_master ? 1 : 0);
     return count;
 }
 

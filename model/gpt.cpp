@@ -109,6 +109,20 @@ double gpt_flops_per_token(const GptConfig& config, size_t T) {
 // ---------------------------------------------------------------------------------------------------
 // The parameter table
 
+namespace {
+
+std::vector<Block> qkv_blocks(const GptConfig& config) {
+    const size_t C = config.channels;
+    if (!config.split_qkv) return {{"", 0, 3 * C}};
+    const size_t group = config.qk_group_heads == 0 ? C : config.qk_group_heads * (C / config.heads);
+    std::vector<Block> blocks;
+    for (size_t row = 0; row < 2 * C; row += group) blocks.push_back({row < C ? "q" : "k", row, group});
+    blocks.push_back({"v", 2 * C, C});
+    return blocks;
+}
+
+}  // namespace
+
 ParameterTable gpt_parameter_table(const GptConfig& config) {
     const size_t L = config.layers, C = config.channels, V = config.vocab_size, Vp = config.padded_vocab();
     const float std = 0.02f;
@@ -178,7 +192,7 @@ ParameterTable gpt_parameter_table(const GptConfig& config) {
     for (size_t l = 0; l < L; l++) {
         const std::string layer = "h." + std::to_string(l);
         add_layernorm(layer + ".ln_1");
-        add_linear(layer + ".attn.c_attn", 3 * C, C, std, {{"q", 0, C}, {"k", C, C}, {"v", 2 * C, C}});
+        add_linear(layer + ".attn.c_attn", 3 * C, C, std, qkv_blocks(config));
         add_linear(layer + ".attn.c_proj", C, C, residual_std, {{"", 0, C}});
         add_layernorm(layer + ".ln_2");
         add_linear(layer + ".mlp.c_fc", 4 * C, C, std, {{"", 0, 4 * C}});

@@ -21,6 +21,10 @@ struct GptConfig {
     size_t seq_len = 1024;  // positions: the longest context
     size_t vocab_size = 50257;
     bool tied_head = true;
+    // The blocks of the attention's first matrix: q, k and v apart, or all of it as one; and of q and k
+    // further, by groups of so many heads (0: all). An optimizer that works by matrices sees the difference.
+    bool split_qkv = true;
+    size_t qk_group_heads = 0;
 
     // The token tables have a multiple of 128 rows; those from vocab_size on are zero and never used.
     size_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }

@@ -12,17 +12,18 @@ void adamw_step(const Optimizer& optimizer, Storage* params, float* master, cons
     // 1 - beta^t in fp64: in fp32 it would lose digits to cancellation in the first steps.
     const double t = static_cast<double>(optimizer.steps);
     AdamWStep step{};
-    step.lr = lr;
     step.beta1 = config.beta1;
     step.beta2 = config.beta2;
     step.eps = config.eps;
     step.bias_correction1 = static_cast<float>(1.0 - std::pow(static_cast<double>(config.beta1), t));
     step.bias_correction2 = static_cast<float>(1.0 - std::pow(static_cast<double>(config.beta2), t));
     step.grad_scale = grad_scale;
+    step.cautious = config.weight_decay_mode == DecayMode::cautious;
 
     for (const OptimizerSlot& slot : optimizer.slots) {
         if (slot.muon || !slot.own) continue;
-        step.weight_decay = slot.parameter->weight_decay ? config.weight_decay : 0.0f;
+        step.lr = optimizer_slot_lr(optimizer, slot, lr);
+        step.weight_decay = slot.parameter->weight_decay ? optimizer_weight_decay(optimizer, step.lr) : 0.0f;
         const size_t offset = slot.offset();
         adamw_update(params + offset, master == nullptr ? nullptr : master + slot.master_offset,
                      static_cast<State*>(slot.first), static_cast<State*>(slot.second), grads + offset,

@@ -17,9 +17,11 @@ size_t muon_workspace(const NewtonSchulz& method, size_t count, size_t rows, siz
 // What muon_step needs beside the state: where each own block of muon_batches lies, on the device.
 void muon_create(Optimizer& optimizer, Stream* stream);
 
-// Updates the Muon slots and counts the degenerate ones. State is the config's state_dtype, Iterate the type
-// of Newton-Schulz's matrices, float or fp16_t; other arguments as in optimizer_step, which has checked that
-// one matrix of each shape fits the workspace.
+// Updates the Muon slots and counts the degenerate ones. The first step also fills first_update_faults: the
+// root mean square of a matrix's update, degenerate ones apart, should be that of an orthogonal matrix times
+// s, up to the polynomial's range and to the rank of the gradient: between 0.3 and 1.3 times as much. State
+// is the config's state_dtype, Iterate the type of Newton-Schulz's matrices, any storage type; other
+// arguments as in optimizer_step, which has checked that one matrix of each shape fits the workspace.
 template <typename State, typename Iterate, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream);

@@ -28,7 +28,32 @@ NewtonSchulz newton_schulz_of(const OptimizerConfig& config) {
     const NewtonSchulzSteps steps =
         custom ? newton_schulz_custom(config.muon_ns_coefficients, config.muon_ns_steps)
                : newton_schulz_set(config.muon_ns, config.muon_ns_steps, config.muon_ns_variant);
-    return newton_schulz_plan(steps, config.muon_ns_variant);
+    // bf16 rounds so coarsely that Gram Newton-Schulz needs a restart with any coefficients.
+    return newton_schulz_plan(steps, config.muon_ns_variant,
+                              config.muon_ns_dtype == NewtonSchulzPrecision::bf16 ? 1 : 0);
+}
+
+// The storage of a precision; TF32 is fp32 in memory. Fails where the device lacks it.
+Dtype newton_schulz_dtype(NewtonSchulzPrecision precision, Stream* stream) {
+    switch (precision) {
+        case NewtonSchulzPrecision::automatic:
+            return device_has_fast_fp16(stream) ? Dtype::fp16 : Dtype::fp32;
+        case NewtonSchulzPrecision::fp16:
+            return Dtype::fp16;
+        case NewtonSchulzPrecision::bf16:
+            return Dtype::bf16;
+        case NewtonSchulzPrecision::tf32:
+            device_set_tf32(stream, device_set_tf32(stream, true));
+            break;
+        case NewtonSchulzPrecision::fp32:
+            break;
+    }
+    return Dtype::fp32;
+}
+
+// Of momentum and moments.
+size_t state_bytes(const Optimizer& optimizer) {
+    return optimizer.state_elements * dtype_size(optimizer.config.state_dtype);
 }
 
 std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
@@ -64,8 +89,12 @@ void optimizer_check(const OptimizerConfig& config) {
     require(is_average(config.beta2), "--beta2", config.beta2, "in [0, 1)");
     require(config.eps > 0.0f && std::isfinite(config.eps), "--eps", config.eps, "finite and positive");
     require(is_average(config.muon_momentum), "--muon-momentum", config.muon_momentum, "in [0, 1)");
-    if (config.muon_ns_dtype == Dtype::bf16)
-        fail("--muon-ns-dtype bf16: must be fp32 or fp16; 8 bits are too few for the small singular values");
+    require(is_average(config.muon_momentum_start), "--muon-momentum-start", config.muon_momentum_start,
+            "in [0, 1)");
+    require(is_average(config.muon_normuon_beta2), "--muon-normuon-beta2", config.muon_normuon_beta2,
+            "in [0, 1)");
+    require(config.muon_scale_factor > 0.0f && std::isfinite(config.muon_scale_factor), "--muon-scale-factor",
+            config.muon_scale_factor, "finite and positive");
     if (config.state_dtype != Dtype::fp32 && config.state_dtype != Dtype::bf16)
         fail("--state-dtype %s: must be fp32 or bf16", dtype_name(config.state_dtype));
 }
@@ -83,6 +112,8 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
         const bool muon = config.kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
         const OptimizerSlot slot{&parameter, block, muon, owners.own(number), owners.master_offset[number]};
         if (slot.own) optimizer.state_elements += (muon ? 1 : 2) * aligned_elements(slot.size());
+        if (slot.own && muon && config.muon_normuon)
+            optimizer.neuron_elements += aligned_elements(slot.neuron_count());
         optimizer.slots.push_back(slot);
     });
     optimizer.muon_batches = batches_of_equal_shape(optimizer.slots);
@@ -92,18 +123,22 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
 Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& table, Stream* stream,
                            const Ownership* ownership) {
     Optimizer optimizer = optimizer_plan(config, table, ownership);
-    optimizer.newton_schulz_dtype =
-        config.muon_ns_dtype.value_or(device_has_fast_fp16(stream) ? Dtype::fp16 : Dtype::fp32);
+    optimizer.newton_schulz_dtype = newton_schulz_dtype(config.muon_ns_dtype, stream);
     const size_t bytes = optimizer_state_bytes(optimizer);
     optimizer.state = device_malloc(bytes, stream);
     device_memset_zero(optimizer.state, bytes, stream);
     optimizer.degenerate = static_cast<int*>(device_malloc(optimizer.slots.size() * sizeof(int), stream));
     char* next = static_cast<char*>(optimizer.state);
+    float* next_neurons = reinterpret_cast<float*>(next + state_bytes(optimizer));
     for (OptimizerSlot& slot : optimizer.slots) {
         if (!slot.own) continue;
         const size_t vector_bytes = aligned_elements(slot.size()) * dtype_size(config.state_dtype);
         slot.first = next;
         next += vector_bytes;
+        if (slot.muon && config.muon_normuon) {
+            slot.neurons = next_neurons;
+            next_neurons += aligned_elements(slot.neuron_count());
+        }
         if (slot.muon) continue;
         slot.second = next;
         next += vector_bytes;
@@ -117,6 +152,7 @@ void optimizer_destroy(Optimizer& optimizer, Stream* stream) {
     device_free(optimizer.degenerate, stream);
     device_free(optimizer.muon_blocks, stream);
     device_free(optimizer.muon_step, stream);
+    device_free(optimizer.mean_squares, stream);
     replay_destroy(optimizer.muon_replay);
     optimizer = {};
 }
@@ -126,7 +162,30 @@ StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot
 }
 
 size_t optimizer_state_bytes(const Optimizer& optimizer) {
-    return optimizer.state_elements * dtype_size(optimizer.config.state_dtype);
+    return state_bytes(optimizer) + optimizer.neuron_elements * sizeof(float);
+}
+
+float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, float lr) {
+    const OptimizerConfig& config = optimizer.config;
+    switch (slot.parameter->group) {
+        case ParameterGroup::adamw_embedding:
+            return lr * config.lr_embedding;
+        case ParameterGroup::adamw_head:
+            return lr * config.lr_head;
+        case ParameterGroup::adamw_scalar:
+            return lr * config.lr_scalar;
+        case ParameterGroup::muon:
+            break;
+    }
+    return lr;
+}
+
+float optimizer_weight_decay(const Optimizer& optimizer, float own_lr) {
+    const OptimizerConfig& config = optimizer.config;
+    const double decay = config.weight_decay *
+                         decay_factor(config.weight_decay_schedule, optimizer.steps - 1, config.total_steps);
+    if (config.weight_decay_mode != DecayMode::independent) return static_cast<float>(decay);
+    return own_lr > 0.0f ? static_cast<float>(decay / static_cast<double>(own_lr)) : 0.0f;
 }
 
 size_t optimizer_minimum_workspace(const Optimizer& optimizer) {
@@ -150,8 +209,10 @@ void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const 
     optimizer.steps++;
     const auto update = [&]<typename State>(State) {
         adamw_step<State>(optimizer, params, master, grads, lr, grad_scale, stream);
-        const auto muon = optimizer.newton_schulz_dtype == Dtype::fp16 ? muon_step<State, fp16_t, Storage>
-                                                                       : muon_step<State, float, Storage>;
+        const Dtype iterate = optimizer.newton_schulz_dtype;
+        const auto muon = iterate == Dtype::fp16   ? muon_step<State, fp16_t, Storage>
+                          : iterate == Dtype::bf16 ? muon_step<State, bf16_t, Storage>
+                                                   : muon_step<State, float, Storage>;
         muon(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats, stream);
     };
     if (optimizer.config.state_dtype == Dtype::bf16) {

@@ -17,6 +17,7 @@
 #include "optim/newton_schulz.h"
 #include "optim/ownership.h"
 #include "optim/parameter_table.h"
+#include "optim/schedule.h"
 
 enum class OptimizerKind { adamw, muon };
 
@@ -26,18 +27,37 @@ enum class OptimizerKind { adamw, muon };
 // of 1; unit_rms sqrt(rows/cols) (Bernstein 2025).
 enum class MuonScale { match_rms, original, spectral, unit_rms };
 
+// What a step takes from a weight W that decays, where lr is the weight's own learning rate: decoupled
+// lr weight_decay W (Loshchilov, Hutter 2019); independent weight_decay W, whatever lr is, but nothing where
+// lr is 0 (Wortsman et al. 2023, arXiv:2309.14322); cautious as decoupled, but of entries that the update
+// makes no larger only.
+enum class DecayMode { decoupled, independent, cautious };
+
+// Newton-Schulz's matrices, and for tf32 the rounding of its products' inputs. automatic: what the device is
+// fast in, fp16 on a GPU and fp32 on a CPU.
+enum class NewtonSchulzPrecision { automatic, fp16, bf16, tf32, fp32 };
+
 struct OptimizerConfig {
     OptimizerKind kind = OptimizerKind::adamw;
+    uint64_t total_steps = 0;  // of the whole run, for the schedules of decay and momentum
+    // Learning rates of the groups as multiples of the step's own.
+    float lr_embedding = 1, lr_head = 1, lr_scalar = 1, lr_muon = 1;
     float weight_decay = 0.1f;
+    DecayMode weight_decay_mode = DecayMode::decoupled;
+    DecaySchedule weight_decay_schedule = DecaySchedule::constant;
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
-    float muon_momentum = 0.95f;
+    float muon_momentum = 0.95f, muon_momentum_start = 0.85f;
+    uint64_t muon_momentum_warmup = 0, muon_momentum_cooldown = 0;  // steps; see MomentumSchedule
     bool muon_nesterov = true;
     std::string muon_ns = "polar-express";
     std::string muon_ns_coefficients;  // of muon_ns "custom"
     int muon_ns_steps = 5;
     NewtonSchulzVariant muon_ns_variant = NewtonSchulzVariant::symmetric;
-    std::optional<Dtype> muon_ns_dtype;  // fp32 or fp16; none: what the device is fast in
+    NewtonSchulzPrecision muon_ns_dtype = NewtonSchulzPrecision::automatic;
     MuonScale muon_scale = MuonScale::match_rms;
+    float muon_scale_factor = 1;  // on top of muon_scale
+    bool muon_normuon = false;    // muon_normalize_neurons after Newton-Schulz
+    float muon_normuon_beta2 = 0.95f;
     Dtype state_dtype = Dtype::fp32;  // of momentum and moments: fp32 or bf16
     uint64_t seed = 0;                // of the stochastic rounding of bf16 state
 };
@@ -48,13 +68,15 @@ struct OptimizerSlot {
     const Parameter* parameter;
     Block block;
     bool muon;
-    bool own;                // else another rank updates it, and there is no state here
-    size_t master_offset;    // of the block's master weights in their arena
-    void* first = nullptr;   // Muon: momentum; AdamW: m
-    void* second = nullptr;  // AdamW: v; null for Muon
+    bool own;                  // else another rank updates it, and there is no state here
+    size_t master_offset;      // of the block's master weights in their arena
+    void* first = nullptr;     // Muon: momentum; AdamW: m
+    void* second = nullptr;    // AdamW: v; null for Muon
+    float* neurons = nullptr;  // NorMuon: v of the neurons, in fp32; else null
 
     size_t size() const { return block.rows * parameter->cols; }
     size_t offset() const { return parameter->offset + block.first_row * parameter->cols; }
+    size_t neuron_count() const { return block.rows > parameter->cols ? block.rows : parameter->cols; }
 };
 
 struct Optimizer {
@@ -63,15 +85,18 @@ struct Optimizer {
     Dtype newton_schulz_dtype = Dtype::fp32;        // known once there is a device
     std::vector<OptimizerSlot> slots;               // in table order
     std::vector<std::vector<size_t>> muon_batches;  // Muon's own slots, those of equal shape together
-    void* state = nullptr;                          // one arena
-    size_t state_elements = 0;
+    void* state = nullptr;                          // one arena: the slots' vectors, then their neurons
+    size_t state_elements = 0, neuron_elements = 0;
     int* degenerate = nullptr;         // one flag a slot; the first are those of muon_batches, in order
     MuonBlock* muon_blocks = nullptr;  // on the device, those of muon_batches in order
     MuonStep* muon_step = nullptr;     // on the device: of the current step
     Replay* muon_replay = nullptr;     // of Muon's ops
+    void* mean_squares = nullptr;      // on the device, of Newton-Schulz's type: of each first update
     uint64_t steps = 0;                // optimizer steps taken: t of AdamW's bias correction
     uint64_t degenerate_updates = 0;  // Muon updates so far that were zero, as their norm was 0 or not finite
     uint64_t orthogonalized = 0;      // matrices that went through Newton-Schulz so far
+    // One line for each matrix whose first update was not of the size that it is meant to have.
+    std::vector<std::string> first_update_faults;
 };
 
 // Fails, naming the option, on a decay, average or epsilon out of range, and on state that is neither fp32
@@ -92,6 +117,11 @@ void optimizer_destroy(Optimizer& optimizer, Stream* stream);
 // The random bits of a slot's rounding in the current step. They follow a number's place in the parameters'
 // arena, and so neither the order of the updates nor who makes them.
 StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot& slot);
+
+// The learning rate of a slot that AdamW updates, where `lr` is the schedule's; and the factor that, times a
+// learning rate of `own_lr`, gives the current step's decay.
+float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, float lr);
+float optimizer_weight_decay(const Optimizer& optimizer, float own_lr);
 
 // Bytes of optimizer state in the arena.
 size_t optimizer_state_bytes(const Optimizer& optimizer);

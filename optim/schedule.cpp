@@ -1,6 +1,7 @@
 // Learning-rate schedules: a linear warm-up, then a factor that falls from 1 to 0; see schedule.h.
 #include "optim/schedule.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -32,4 +33,27 @@ double learning_rate(const ScheduleConfig& config, size_t step) {
                                                static_cast<double>(config.steps - config.warmup)
                                          : 1.0;
     return config.lr * (config.final_lr_frac + (1.0 - config.final_lr_frac) * remaining(config.kind, x));
+}
+
+double momentum_at(const MomentumSchedule& schedule, size_t step) {
+    double way = 1.0;  // from start to peak
+    if (step < schedule.warmup) way = static_cast<double>(step) / static_cast<double>(schedule.warmup);
+    if (step + schedule.cooldown >= schedule.steps && schedule.cooldown > 0) {
+        const size_t left = schedule.steps > step ? schedule.steps - step : 0;
+        way = std::min(way, static_cast<double>(left) / static_cast<double>(schedule.cooldown));
+    }
+    return schedule.peak - (1.0 - way) * (schedule.peak - schedule.start);  // exactly the peak on its way
+}
+
+double decay_factor(DecaySchedule schedule, size_t step, size_t steps) {
+    const double x = step < steps ? static_cast<double>(step) / static_cast<double>(steps) : 1.0;
+    switch (schedule) {
+        case DecaySchedule::cosine:
+            return 0.5 * (1.0 + std::cos(M_PI * x));
+        case DecaySchedule::linear:
+            return 1.0 - x;
+        case DecaySchedule::constant:
+            break;
+    }
+    return 1.0;
 }

@@ -107,6 +107,8 @@ void run(const Settings& settings) {
     for (int round = 0; round <= settings.rounds; round++) {  // the first warms up
         for (size_t i = 0; i < variants.size(); i++) {
             optimizer.newton_schulz = methods[i];
+            replay_destroy(optimizer.muon_replay);  // a record would be of the method before
+            optimizer.muon_replay = replay_create();
             const double start = now_seconds();
             optimizer_step<float>(optimizer, arenas.params, nullptr, arenas.grads, 1e-6f, 1.0f,
                                   arenas.workspace, workspace, stream);

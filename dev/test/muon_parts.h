@@ -68,10 +68,16 @@ void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t 
 // muon_epilogue of one block.
 template <typename Storage, typename Update>
 void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
-                 float weight_decay, Stream* stream) {
+                 float weight_decay, bool cautious, Stream* stream) {
     const float decay = static_cast<float>(1.0 - static_cast<double>(lr) * weight_decay);
-    const OnDevice<MuonStep> step(
-        {{.mu = 0, .grad_scale = 1, .lr = lr, .decay = decay, .rounding_step = 0, .skip = 0}}, stream);
+    const OnDevice<MuonStep> step({{.mu = 0,
+                                    .grad_scale = 1,
+                                    .lr = lr,
+                                    .decay = decay,
+                                    .rounding_step = 0,
+                                    .skip = 0,
+                                    .cautious = cautious}},
+                                  stream);
     const OnDevice<MuonBlock> block({{nullptr, 0, 0, true}}, stream);
     muon_epilogue(param, master, update, block, step, 1, n, scale, stream);
 }

@@ -261,6 +261,7 @@ inline Vector cross_entropy_backward(const Vector& logits, const std::vector<int
 
 struct AdamW {
     double lr, beta1, beta2, eps, weight_decay;
+    bool cautious = false;  // decay only where m p >= 0 (arXiv:2510.12402)
 };
 
 // Step t = 1, 2, ... of algorithm 2 of arXiv:1711.05101, with the decay scaled by lr as in PyTorch.
@@ -270,9 +271,29 @@ inline void adamw_update(Vector& p, Vector& m, Vector& v, const Vector& grad, co
         v[i] = config.beta2 * v[i] + (1 - config.beta2) * grad[i] * grad[i];
         const double m_hat = m[i] / (1 - std::pow(config.beta1, t));
         const double v_hat = v[i] / (1 - std::pow(config.beta2, t));
-        p[i] -= config.lr * config.weight_decay * p[i];
+        if (!config.cautious || m[i] * p[i] >= 0) p[i] -= config.lr * config.weight_decay * p[i];
         p[i] -= config.lr * m_hat / (std::sqrt(v_hat) + config.eps);
     }
+}
+
+// NorMuon's normalisation (arXiv:2510.05491) of a row-major (rows, cols) matrix, where neurons are the
+// indices of the longer side, rows if equal.
+inline void normalize_neurons(Vector& o, Vector& v, size_t rows, size_t cols, double beta2) {
+    const bool tall = rows >= cols;
+    const size_t entries = tall ? cols : rows;
+    Vector mean(v.size(), 0.0);
+    double before = 0, after = 0;
+    for (size_t i = 0; i < o.size(); ++i) {
+        mean[tall ? i / cols : i % cols] += o[i] * o[i] / static_cast<double>(entries);
+        before += o[i] * o[i];
+    }
+    for (size_t j = 0; j < v.size(); ++j) v[j] = beta2 * v[j] + (1 - beta2) * mean[j];
+    for (size_t i = 0; i < o.size(); ++i) {
+        o[i] /= std::sqrt(std::max(v[tall ? i / cols : i % cols], 1e-10));
+        after += o[i] * o[i];
+    }
+    if (after == 0) return;
+    for (double& x : o) x *= std::sqrt(before / after);
 }
 
 // bf16's neighbours of x are whole multiples of a unit; x goes to the one further from zero if what it is

@@ -126,12 +126,13 @@ struct Trained {
     Optimizer optimizer;
 
     explicit Trained(const GptConfig& config, OptimizerKind kind = OptimizerKind::muon,
-                     Dtype state_dtype = Dtype::fp32) {
+                     Dtype state_dtype = Dtype::fp32, bool normuon = false) {
         model = gpt_create<float>(config, 1, std::min<size_t>(config.seq_len, 64), false, Recompute::none, 0,
                                   stream);
         OptimizerConfig settings;
         settings.kind = kind;
         settings.state_dtype = state_dtype;
+        settings.muon_normuon = normuon;
         optimizer = optimizer_create(settings, model.table, stream);
     }
     ~Trained() {
@@ -181,6 +182,8 @@ struct Trained {
             const size_t bytes = slot.size() * dtype_size(optimizer.config.state_dtype);
             all.append(static_cast<const char*>(slot.first), bytes);
             if (slot.second) all.append(static_cast<const char*>(slot.second), bytes);
+            if (slot.neurons)
+                all.append(reinterpret_cast<const char*>(slot.neurons), slot.neuron_count() * sizeof(float));
         }
         return all + "/" + std::to_string(optimizer.steps) + "/" +
                std::to_string(optimizer.degenerate_updates);
@@ -799,14 +802,16 @@ TEST(HuggingFace, TheSameInEveryLocale) {
 // Checkpoints
 
 TEST(Checkpoint, ComesBackBitForBit) {
-    for (const auto& [kind, state_dtype] : {std::pair{OptimizerKind::adamw, Dtype::fp32},
-                                            {OptimizerKind::muon, Dtype::fp32},
-                                            {OptimizerKind::adamw, Dtype::bf16},
-                                            {OptimizerKind::muon, Dtype::bf16}}) {
+    for (const auto& [kind, state_dtype, normuon] : {std::tuple{OptimizerKind::adamw, Dtype::fp32, false},
+                                                     {OptimizerKind::muon, Dtype::fp32, false},
+                                                     {OptimizerKind::adamw, Dtype::bf16, false},
+                                                     {OptimizerKind::muon, Dtype::bf16, false},
+                                                     {OptimizerKind::muon, Dtype::fp32, true},
+                                                     {OptimizerKind::muon, Dtype::bf16, true}}) {
         const TempFolder out;
         GptConfig config = small_config();
         config.tied_head = kind == OptimizerKind::adamw;
-        Trained trained(config, kind, state_dtype), other(config, kind, state_dtype);
+        Trained trained(config, kind, state_dtype, normuon), other(config, kind, state_dtype, normuon);
         trained.fill_bits(9);
         other.fill_bits(10);
         const json state = {

@@ -112,6 +112,54 @@ TEST(Options, ValuesReachTheirFields) {
     EXPECT_EQ(o.seed, 9007199254740991u);
 }
 
+// A preset speaks of what was not given; a resumed run has its values, whatever the preset says by then.
+TEST(Options, MuonPresets) {
+    const TrainOptions drop_in = parse_train({}).options;
+    EXPECT_EQ(drop_in.optimizer.lr_muon, 1.0f);
+    EXPECT_EQ(drop_in.optimizer.muon_scale, MuonScale::match_rms);
+    EXPECT_FALSE(drop_in.optimizer.muon_normuon);
+
+    const TrainCommand tuned = parse_train({"--muon-preset", "tuned"});
+    EXPECT_FLOAT_EQ(tuned.options.optimizer.lr_muon, 0.025f / 0.0006f);
+    EXPECT_EQ(tuned.options.optimizer.weight_decay, 0.05f);
+    EXPECT_EQ(tuned.options.optimizer.eps, 1e-10f);
+    EXPECT_EQ(tuned.options.optimizer.muon_scale, MuonScale::original);
+    EXPECT_EQ(tuned.options.optimizer.muon_momentum_warmup, 300u);
+    EXPECT_FALSE(tuned.options.optimizer.muon_normuon);
+    EXPECT_EQ(tuned.given, (std::set<std::string>{"muon-preset"}));
+    EXPECT_EQ(tuned.values["weight-decay"], 0.05);
+
+    const TrainOptions mixed =
+        parse_train({"--muon-preset=normuon", "--weight-decay=0.2", "--muon-scale=spectral"}).options;
+    EXPECT_EQ(mixed.optimizer.weight_decay, 0.2f);
+    EXPECT_EQ(mixed.optimizer.muon_scale, MuonScale::spectral);
+    EXPECT_TRUE(mixed.optimizer.muon_normuon);
+    EXPECT_FLOAT_EQ(mixed.optimizer.lr_muon, 0.025f / 0.0006f);
+
+    std::vector<std::string> changes;
+    const TrainCommand resumed =
+        resume_train(parse_train({}), parse_train({"--muon-preset=tuned"}).values, changes);
+    EXPECT_EQ(resumed.options.optimizer.weight_decay, 0.05f);
+    EXPECT_FLOAT_EQ(resumed.options.optimizer.lr_muon, 0.025f / 0.0006f);
+    EXPECT_TRUE(changes.empty());
+}
+
+// Peaks of groups are learning rates like --lr, which they follow through the schedule.
+TEST(Options, GroupRates) {
+    const TrainOptions o = parse_train({"--lr=0.002", "--lr-embedding=0.004", "--lr-head=0.001",
+                                        "--lr-scalar=0.01", "--lr-muon=0.02"})
+                               .options;
+    EXPECT_FLOAT_EQ(o.optimizer.lr_embedding, 2);
+    EXPECT_FLOAT_EQ(o.optimizer.lr_head, 0.5);
+    EXPECT_FLOAT_EQ(o.optimizer.lr_scalar, 5);
+    EXPECT_FLOAT_EQ(o.optimizer.lr_muon, 10);
+    EXPECT_FLOAT_EQ(parse_train({"--lr=0.002"}).options.optimizer.lr_muon, 1);
+    EXPECT_EQ(error_of([] {
+                  parse_train({"--lr=0", "--lr-muon=0.02"});
+              }),
+              "--lr-muon 0.02: needs an --lr above 0, whose schedule it follows");
+}
+
 TEST(Options, ConfigFileBelowTheCommandLine) {
     const std::string path = testing::TempDir() + "mugpt_config.ini";
     std::ofstream(path) << "# a comment\nlr = 0.0025\nbatch-size=8\nmuon-nesterov=false\nuntie-head=true\n"

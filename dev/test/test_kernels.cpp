@@ -1077,7 +1077,8 @@ AdamWStep adamw_step(const reference::AdamW& config, int t, double grad_scale = 
             .weight_decay = single(config.weight_decay),
             .bias_correction1 = single(1 - std::pow(config.beta1, t)),
             .bias_correction2 = single(1 - std::pow(config.beta2, t)),
-            .grad_scale = single(grad_scale)};
+            .grad_scale = single(grad_scale),
+            .cautious = config.cautious};
 }
 
 // The random word of entry i of a call.
@@ -1156,9 +1157,15 @@ TYPED_TEST(Kernels, AdamWWithBf16Averages) {
 
 // Several steps in Storage with a master copy, or in float without; each judged against the reference.
 template <typename Storage>
-void check_adamw(size_t n, bool with_master) {
-    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master);
-    const reference::AdamW config{.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+void check_adamw(size_t n, bool with_master, bool cautious = false) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master << " cautious " << cautious);
+    // A large decay where it is to be seen which entries have it.
+    const reference::AdamW config{.lr = 0.01,
+                                  .beta1 = 0.9,
+                                  .beta2 = 0.95,
+                                  .eps = 1e-8,
+                                  .weight_decay = cautious ? 5.0 : 0.1,
+                                  .cautious = cautious};
     const double grad_scale = 0.3;
     const int steps = 5;
     const auto start = normal<float>(n, 1, 0.02);
@@ -1194,6 +1201,7 @@ void check_adamw(size_t n, bool with_master) {
 TYPED_TEST(Kernels, AdamW) {
     for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
         check_adamw<TypeParam>(n, true);
+        check_adamw<TypeParam>(n, true, true);
         if constexpr (std::is_same_v<TypeParam, float>) check_adamw<float>(n, false);
     }
 }
@@ -1484,9 +1492,9 @@ TYPED_TEST(Kernels, MuonNormalizeIsBatchIndependent) {
 }
 
 template <typename Storage, typename Update>
-void check_muon_update(size_t n, bool with_master) {
-    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master);
-    const double lr = 0.02, scale = 0.2 * std::sqrt(776.0), weight_decay = 0.1;
+void check_muon_update(size_t n, bool with_master, bool cautious = false) {
+    SCOPED_TRACE(testing::Message() << "n " << n << " master " << with_master << " cautious " << cautious);
+    const double lr = 0.02, scale = 0.2 * std::sqrt(776.0), weight_decay = cautious ? 5.0 : 0.1;
     const auto start = normal<float>(n, 1, 0.02);
     const auto update = normal<Update>(n, 2, 0.05);
     const auto single = [](double x) { return static_cast<float>(x); };
@@ -1494,12 +1502,14 @@ void check_muon_update(size_t n, bool with_master) {
         Buffer<Storage> param(rounded<Storage>(doubles(start)), stream);
         Buffer<float> master(start, stream);
         muon_update<Storage, Update>(param, with_master ? master.data() : nullptr, Buffer(update, stream), n,
-                                     single(lr), single(scale), single(weight_decay), stream);
+                                     single(lr), single(scale), single(weight_decay), cautious, stream);
         return Outputs{param.values(), master.values()};
     });
     Vector expected = doubles(start);
-    for (size_t i = 0; i < n; ++i)
-        expected[i] -= lr * weight_decay * expected[i] + lr * scale * to_double(update[i]);
+    for (size_t i = 0; i < n; ++i) {
+        const bool decays = !cautious || expected[i] * to_double(update[i]) >= 0;
+        expected[i] -= (decays ? lr * weight_decay * expected[i] : 0) + lr * scale * to_double(update[i]);
+    }
     expect_close<Storage>("param", outputs[0], expected, 1);
     if (with_master) {
         expect_close<float>("master", outputs[1], expected, 1);
@@ -1514,6 +1524,8 @@ TYPED_TEST(Kernels, MuonUpdate) {
     for (const size_t n : {1, 3, 7, 33, 65, 130, 50257}) {
         check_muon_update<TypeParam, float>(n, true);
         check_muon_update<TypeParam, fp16_t>(n, true);
+        check_muon_update<TypeParam, bf16_t>(n, true);
+        check_muon_update<TypeParam, float>(n, true, true);
         if constexpr (std::is_same_v<TypeParam, float>) check_muon_update<float, float>(n, false);
     }
 }
@@ -1586,6 +1598,44 @@ TYPED_TEST(Kernels, MuonBlocks) {
     }
 }
 
+template <typename Update>
+void check_normalize_neurons(size_t rows, size_t cols) {
+    SCOPED_TRACE(testing::Message() << rows << "x" << cols);
+    const size_t neurons = std::max(rows, cols);
+    const auto o = normal<Update>(rows * cols, 1, 0.05);
+    auto v = normal<float>(neurons, 2, 0.01);
+    for (float& x : v) x = std::abs(x);
+    const Outputs outputs = run_op([&](Stream* stream) {
+        Buffer<Update> o_(o, stream);
+        Buffer<float> v_(v, stream);
+        muon_normalize_neurons<Update>(o_, v_, OnDevice<MuonStep>({MuonStep{}}, stream), rows, cols, 0.9f,
+                                       stream);
+        return Outputs{o_.values(), v_.values()};
+    });
+    Vector expected_o = doubles(o), expected_v = doubles(v);
+    reference::normalize_neurons(expected_o, expected_v, rows, cols, 0.9f);
+    expect_close<Update>("o", outputs[0], expected_o, 1);
+    expect_close<float>("v", outputs[1], expected_v, 1);
+}
+
+TYPED_TEST(Kernels, MuonNormalizeNeurons) {
+    for (const auto& [rows, cols] :
+         Shapes<2>{{1, 1}, {1, 40}, {40, 1}, {33, 33}, {65, 130}, {130, 65}, {7, 776}, {600, 9}})
+        check_normalize_neurons<TypeParam>(rows, cols);
+    // Zeros stay zeros, and a neuron of zeros among others too.
+    using Update = TypeParam;
+    const StreamPointer stream = open_stream();
+    for (const size_t filled_rows : {0, 4}) {
+        std::vector<Update> o(5 * 3);
+        std::fill_n(o.begin(), filled_rows * 3, from_float<Update>(0.25f));
+        Buffer<Update> o_(o, stream.get());
+        Buffer<float> v(std::vector<float>(5), stream.get());
+        const OnDevice<MuonStep> step({MuonStep{}}, stream.get());
+        muon_normalize_neurons<Update>(o_, v, step, 5, 3, 0.9f, stream.get());
+        EXPECT_EQ(o_.values(), doubles(o)) << filled_rows;
+    }
+}
+
 // An update's bits may not depend on where in the call its element stands: ranks own different ranges.
 TYPED_TEST(Kernels, UpdatesAreElementwise) {
     using Storage = TypeParam;
@@ -1607,7 +1657,7 @@ TYPED_TEST(Kernels, UpdatesAreElementwise) {
             muon_momentum(direction + first, momentum + first, grad + first, count, 0.95f, true, 0.3f,
                           rounding, stream.get());
             muon_update<Storage, float>(param + first, master + first, direction + first, count, 0.02f, 1.7f,
-                                        0.1f, stream.get());
+                                        0.1f, true, stream.get());
         }
         return Outputs{param.values(), master.values(),   m.values(),
                        v.values(),     momentum.values(), direction.values()};
@@ -1868,7 +1918,7 @@ TYPED_TEST(Rounding, Elementwise) {
         cross_entropy<T>(losses, dlogits, Buffer(logits, s), tokens_, 0.37f, N, V, Vp, s);
         muon_normalize<T>(x, degenerate, grad_, 1, n, 1.02f, s);
         adamw_update<T, float>(adamw, adamw_master, m, v, grad_, n, step, {}, s);
-        muon_update<T, float>(muon, muon_master, grad_, n, 0.02f, 1.7f, 0.1f, s);
+        muon_update<T, float>(muon, muon_master, grad_, n, 0.02f, 1.7f, 0.1f, false, s);
         return Outputs{embedded.values(), sum.values(),   dlogits.values(),
                        x.values(),        adamw.values(), muon.values()};
     };
@@ -1999,8 +2049,11 @@ TYPED_TEST(Kernels, ZeroSizesAreRefused) {
     expect_refused("gemm_symmetric",
                    [&] { gemm_symmetric<Storage>(p, q, q, nullptr, false, 2, 2, 1, 0, 0, 0, s); });
     expect_refused("adamw_update", [&] { adamw_update<Storage, float>(p, f, f, f, g, 0, step, {}, s); });
+    expect_refused("muon_normalize_neurons", [&] {
+        muon_normalize_neurons<Storage>(p, f, OnDevice<MuonStep>({MuonStep{}}, s), 0, 2, 0.9f, s);
+    });
     expect_refused("muon_prologue", [&] { muon_momentum<float>(f, f, g, 0, 0.95f, true, 1, {}, s); });
-    expect_refused("muon_epilogue", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, s); });
+    expect_refused("muon_epilogue", [&] { muon_update<Storage, float>(p, f, g, 0, 0.1f, 1, 0, false, s); });
 }
 
 TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
@@ -2032,7 +2085,7 @@ TYPED_TEST(Kernels, WrongArgumentsAreRefused) {
         expect_refused("adamw_update",
                        [&] { adamw_update<Storage, float>(p, nullptr, f, f, g, 8, step, {}, s); });
         expect_refused("muon_epilogue",
-                       [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, s); });
+                       [&] { muon_update<Storage, float>(p, nullptr, g, 8, 0.1f, 1, 0, false, s); });
     }
 }
 

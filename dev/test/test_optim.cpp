@@ -13,6 +13,7 @@
 #include "dev/test/muon_parts.h"
 #include "dev/test/reference.h"
 #include "kernels/kernels.h"
+#include "model/gpt.h"
 #include "optim/grad_clip.h"
 #include "optim/loss_scaler.h"
 #include "optim/muon.h"
@@ -221,6 +222,41 @@ TEST(ScheduleTest, AlwaysBetweenZeroAndThePeak) {
             }
         }
     }
+}
+
+// modded-nanogpt's: 0.85 to 0.95 in 300 steps, back in the last 50.
+TEST(ScheduleTest, MomentumWarmsUpAndCoolsDown) {
+    const MomentumSchedule schedule{
+        .start = 0.85, .peak = 0.95, .warmup = 300, .cooldown = 50, .steps = 1000};
+    for (const auto& [step, momentum] : std::vector<std::pair<size_t, double>>{{0, 0.85},
+                                                                               {150, 0.90},
+                                                                               {299, 0.85 + 0.1 * 299 / 300},
+                                                                               {300, 0.95},
+                                                                               {950, 0.95},
+                                                                               {975, 0.90},
+                                                                               {999, 0.852},
+                                                                               {1000, 0.85},
+                                                                               {5000, 0.85}})
+        EXPECT_NEAR(momentum_at(schedule, step), momentum, 1e-12) << step;
+    // Without either it is the peak, exactly, and so it is where nobody knows the run's length.
+    for (const size_t step : {0, 1, 999, 1000}) {
+        EXPECT_EQ(momentum_at({0.85, 0.95, 0, 0, 1000}, step), 0.95);
+        EXPECT_EQ(momentum_at({0.85, 0.95, 0, 0, 0}, step), 0.95);
+    }
+    // Both at once, in a run that is shorter than their sum.
+    EXPECT_NEAR(momentum_at({0.85, 0.95, 10, 10, 10}, 5), 0.90, 1e-12);
+}
+
+TEST(ScheduleTest, DecaySchedules) {
+    EXPECT_EQ(decay_factor(DecaySchedule::constant, 77, 100), 1.0);
+    EXPECT_EQ(decay_factor(DecaySchedule::constant, 77, 0), 1.0);
+    EXPECT_DOUBLE_EQ(decay_factor(DecaySchedule::linear, 0, 100), 1.0);
+    EXPECT_DOUBLE_EQ(decay_factor(DecaySchedule::linear, 25, 100), 0.75);
+    EXPECT_DOUBLE_EQ(decay_factor(DecaySchedule::linear, 200, 100), 0.0);
+    EXPECT_DOUBLE_EQ(decay_factor(DecaySchedule::cosine, 0, 100), 1.0);
+    EXPECT_NEAR(decay_factor(DecaySchedule::cosine, 25, 100), 0.5 + 0.25 * std::sqrt(2.0), 1e-12);
+    EXPECT_NEAR(decay_factor(DecaySchedule::cosine, 50, 100), 0.5, 1e-12);
+    EXPECT_NEAR(decay_factor(DecaySchedule::cosine, 100, 100), 0.0, 1e-12);
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -957,6 +993,14 @@ OptimizerConfig muon_config() {
     return config;
 }
 
+OptimizerConfig bare_muon(MuonScale scale) {
+    OptimizerConfig config = muon_config();
+    config.weight_decay = 0.0f;
+    config.muon_momentum = 0.0f;
+    config.muon_scale = scale;
+    return config;
+}
+
 OptimizerConfig with_bf16_state(OptimizerConfig config) {
     config.state_dtype = Dtype::bf16;
     config.seed = 42;
@@ -1079,6 +1123,11 @@ TEST(Routing, IllegalSettingsAreRefused) {
         refused("--muon-momentum", [&](OptimizerConfig& c) { c.muon_momentum = bad; });
     }
     for (const float bad : {-1e-8f, 0.0f, nan}) refused("--eps", [&](OptimizerConfig& c) { c.eps = bad; });
+    refused("--muon-momentum-start", [](OptimizerConfig& c) { c.muon_momentum_start = 1; });
+    refused("--muon-normuon-beta2", [](OptimizerConfig& c) { c.muon_normuon_beta2 = -1; });
+    refused("--muon-scale-factor", [](OptimizerConfig& c) { c.muon_scale_factor = 0; });
+    refused("--muon-ns-coefficients", [](OptimizerConfig& c) { c.muon_ns_coefficients = "2,-1.5,0.5"; });
+    refused("--muon-ns-coefficients", [](OptimizerConfig& c) { c.muon_ns = "custom"; });
     refused("--state-dtype", [](OptimizerConfig& c) { c.state_dtype = Dtype::fp16; });
     refused("--muon-ns", [](OptimizerConfig& c) { c.muon_ns = "quintic"; });
     refused("--muon-ns-steps", [](OptimizerConfig& c) { c.muon_ns_steps = 4; });
@@ -1289,19 +1338,216 @@ TEST(Muon, MatchesTextbook) {
     }
 }
 
+// Every option of Muon and of the decay against the formulas in double, on all tensors, AdamW's too: three
+// steps in a run of six.
+void check_options(const char* name, const std::function<void(OptimizerConfig&)>& choose) {
+    SCOPED_TRACE(name);
+    OptimizerConfig config = muon_config();
+    config.total_steps = 6;
+    config.weight_decay = 0.5f;
+    choose(config);
+    Trainer trainer(config);
+    struct Reference {
+        Matrix w, momentum;
+        Vector m, v, neurons;
+    };
+    std::vector<Reference> tensors;
+    for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+        const size_t rows = slot.block.rows, cols = slot.parameter->cols, n = rows * cols;
+        tensors.push_back({trainer.read(trainer.params, slot), zeros(rows, cols), Vector(n), Vector(n),
+                           Vector(std::max(rows, cols))});
+    }
+    for (int t = 0; t < 3; ++t) {
+        const double lr = 0.1 / (t + 1);
+        trainer.random_grads(static_cast<unsigned>(100 * t + 7));
+        const double x = t / 6.0;
+        double decay = static_cast<double>(config.weight_decay);
+        if (config.weight_decay_schedule == DecaySchedule::cosine) decay *= 0.5 + 0.5 * std::cos(M_PI * x);
+        if (config.weight_decay_schedule == DecaySchedule::linear) decay *= 1 - x;
+        double mu = static_cast<double>(config.muon_momentum);
+        if (config.muon_momentum_warmup > 0) {
+            const double start = static_cast<double>(config.muon_momentum_start);
+            mu = start + (mu - start) * std::min(1.0, t / static_cast<double>(config.muon_momentum_warmup));
+        }
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const OptimizerSlot& slot = trainer.optimizer.slots[i];
+            Reference& r = tensors[i];
+            const ParameterGroup group = slot.parameter->group;
+            const double multiple = slot.muon                                  ? config.lr_muon
+                                    : group == ParameterGroup::adamw_embedding ? config.lr_embedding
+                                    : group == ParameterGroup::adamw_head      ? config.lr_head
+                                                                               : config.lr_scalar;
+            const double own_lr = lr * multiple;
+            const bool cautious = config.weight_decay_mode == DecayMode::cautious;
+            double rate = config.weight_decay_mode == DecayMode::independent ? decay : own_lr * decay;
+            if (!slot.parameter->weight_decay) rate = 0;
+            const Matrix grad = trainer.read(trainer.grads, slot);
+            if (!slot.muon) {
+                reference::adamw_update(
+                    r.w.x, r.m, r.v, grad.x,
+                    {own_lr, config.beta1, config.beta2, config.eps, rate / own_lr, cautious}, t + 1);
+                continue;
+            }
+            const Matrix direction{grad.rows, grad.cols,
+                                   reference::muon_momentum(r.momentum.x, grad.x, mu, config.muon_nesterov)};
+            Matrix o = newton_schulz_reference((1 / frobenius(direction)) * direction,
+                                               trainer.optimizer.newton_schulz.steps);
+            if (config.muon_normuon) {
+                reference::normalize_neurons(o.x, r.neurons, o.rows, o.cols,
+                                             static_cast<double>(config.muon_normuon_beta2));
+            }
+            const double scale = 0.2 * std::sqrt(static_cast<double>(std::max(o.rows, o.cols))) *
+                                 static_cast<double>(config.muon_scale_factor);
+            for (size_t j = 0; j < o.x.size(); ++j) {
+                const double kept = cautious && o.x[j] * r.w.x[j] < 0 ? 1 : 1 - rate;
+                r.w.x[j] = kept * r.w.x[j] - own_lr * scale * o.x[j];
+            }
+        }
+        trainer.step(static_cast<float>(lr));
+    }
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const OptimizerSlot& slot = trainer.optimizer.slots[i];
+        EXPECT_LT(relative_distance(trainer.read(trainer.params, slot), tensors[i].w),
+                  slot.muon ? 5e-6 : 1e-5)
+            << slot.parameter->name << " " << slot.block.name;
+    }
+}
+
+TEST(Muon, OptionsMatchTextbook) {
+    check_options("plain", [](OptimizerConfig&) {});
+    check_options("momentum warm-up", [](OptimizerConfig& c) {
+        c.muon_momentum_start = 0.2f;
+        c.muon_momentum_warmup = 2;
+    });
+    check_options("scale factor", [](OptimizerConfig& c) { c.muon_scale_factor = 0.3f; });
+    check_options("independent decay", [](OptimizerConfig& c) {
+        c.weight_decay_mode = DecayMode::independent;
+        c.weight_decay = 0.1f;
+    });
+    check_options("cautious decay", [](OptimizerConfig& c) { c.weight_decay_mode = DecayMode::cautious; });
+    check_options("cosine decay",
+                  [](OptimizerConfig& c) { c.weight_decay_schedule = DecaySchedule::cosine; });
+    check_options("linear decay", [](OptimizerConfig& c) {
+        c.weight_decay_schedule = DecaySchedule::linear;
+        c.weight_decay_mode = DecayMode::cautious;
+    });
+    check_options("learning rates", [](OptimizerConfig& c) {
+        c.lr_muon = 3, c.lr_embedding = 0.5f, c.lr_head = 0.25f, c.lr_scalar = 2;
+    });
+    check_options("NorMuon", [](OptimizerConfig& c) {
+        c.muon_normuon = true;
+        c.muon_normuon_beta2 = 0.6f;
+    });
+    check_options("gram", [](OptimizerConfig& c) { c.muon_ns_variant = NewtonSchulzVariant::gram; });
+    check_options("no Nesterov", [](OptimizerConfig& c) { c.muon_nesterov = false; });
+}
+
+// A learning rate of 0 moves nothing, whatever the decay.
+TEST(Muon, NoLearningRateNoStep) {
+    for (const DecayMode mode : {DecayMode::decoupled, DecayMode::independent, DecayMode::cautious}) {
+        OptimizerConfig config = muon_config();
+        config.weight_decay_mode = mode;
+        Trainer trainer(config);
+        trainer.random_grads(3);
+        const std::vector<float> before = trainer.params;
+        trainer.step(0);
+        EXPECT_EQ(trainer.params, before);
+    }
+}
+
+// Heads of q and of k by themselves, by twos, or all of q, k and v as one: the matrices that the model's
+// table tells the optimizer of.
+TEST(Muon, HeadsAreBlocks) {
+    const auto blocks = [](bool split, size_t group) {
+        GptConfig config{.layers = 1, .heads = 4, .channels = 32, .seq_len = 8, .vocab_size = 20};
+        config.split_qkv = split, config.qk_group_heads = group;
+        std::vector<std::pair<std::string, size_t>> found;
+        for (const Parameter& p : gpt_parameter_table(config)) {
+            if (p.name != "h.0.attn.c_attn.weight") continue;
+            size_t row = 0;
+            for (const Block& block : p.blocks) {
+                EXPECT_EQ(block.first_row, row);
+                row += block.rows;
+                found.emplace_back(block.name, block.rows);
+            }
+            EXPECT_EQ(row, p.rows);
+        }
+        return found;
+    };
+    using Blocks = std::vector<std::pair<std::string, size_t>>;
+    EXPECT_EQ(blocks(false, 0), (Blocks{{"", 96}}));
+    EXPECT_EQ(blocks(true, 0), (Blocks{{"q", 32}, {"k", 32}, {"v", 32}}));
+    EXPECT_EQ(blocks(true, 4), (Blocks{{"q", 32}, {"k", 32}, {"v", 32}}));
+    EXPECT_EQ(blocks(true, 2), (Blocks{{"q", 16}, {"q", 16}, {"k", 16}, {"k", 16}, {"v", 32}}));
+    EXPECT_EQ(
+        blocks(true, 1),
+        (Blocks{{"q", 8}, {"q", 8}, {"q", 8}, {"q", 8}, {"k", 8}, {"k", 8}, {"k", 8}, {"k", 8}, {"v", 32}}));
+}
+
+// NorMuon keeps a number for each neuron: of GPT-2's matrices a thousandth of the momentum.
+TEST(Muon, NeuronStateIsSmall) {
+    const ParameterTable table = gpt_like_table(12, 768, 50257, 50304, 1024);
+    OptimizerConfig config = muon_config();
+    const size_t plain = optimizer_state_bytes(optimizer_plan(config, table));
+    config.muon_normuon = true;
+    EXPECT_EQ(optimizer_state_bytes(optimizer_plan(config, table)) - plain, 12 * (4 * 768 + 2 * 3072) * 4u);
+}
+
+// The precisions that a CPU has too; what they lead to.
+TEST(Muon, NewtonSchulzPrecisions) {
+    const StreamPointer stream = open_stream();
+    const ParameterTable table = small_table();
+    const auto dtype_of_precision = [&](NewtonSchulzPrecision precision) {
+        OptimizerConfig config = muon_config();
+        config.muon_ns_dtype = precision;
+        Optimizer optimizer = optimizer_create(config, table, stream.get());
+        const Dtype dtype = optimizer.newton_schulz_dtype;
+        optimizer_destroy(optimizer, stream.get());
+        return dtype;
+    };
+    EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::fp32), Dtype::fp32);
+    EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::fp16), Dtype::fp16);
+    EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::bf16), Dtype::bf16);
+    if (device_has_fast_fp16(stream.get())) {
+        EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::automatic), Dtype::fp16);
+        EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::tf32), Dtype::fp32);
+    } else {
+        EXPECT_EQ(dtype_of_precision(NewtonSchulzPrecision::automatic), Dtype::fp32);
+        expect_refused("tf32", [&] { dtype_of_precision(NewtonSchulzPrecision::tf32); });
+    }
+    // bf16 with Gram Newton-Schulz has a restart, with any coefficients.
+    OptimizerConfig config = muon_config();
+    config.muon_ns = "cubic5";
+    config.muon_ns_variant = NewtonSchulzVariant::gram;
+    EXPECT_EQ(optimizer_plan(config, table).newton_schulz.restarts.size(), 0u);
+    config.muon_ns_dtype = NewtonSchulzPrecision::bf16;
+    EXPECT_EQ(optimizer_plan(config, table).newton_schulz.restarts.size(), 1u);
+
+    // Steps in 16 bits go nearly where fp32's go.
+    const auto trained = [&](NewtonSchulzPrecision precision) {
+        OptimizerConfig c = bare_muon(MuonScale::match_rms);
+        c.muon_ns_dtype = precision;
+        Trainer trainer(c);
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        trainer.random_grads(5);
+        trainer.step(1);
+        Vector change;
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            const Matrix m = trainer.read(trainer.params, slot);
+            if (slot.muon) change.insert(change.end(), m.x.begin(), m.x.end());
+        }
+        return Matrix{1, change.size(), change};
+    };
+    const Matrix fp32 = trained(NewtonSchulzPrecision::fp32);
+    EXPECT_LT(relative_distance(trained(NewtonSchulzPrecision::fp16), fp32), 0.01);
+    EXPECT_LT(relative_distance(trained(NewtonSchulzPrecision::bf16), fp32), 0.08);
+}
+
 // Change of a slot in one step from these gradients, without decay and momentum, at lr = 1.
 Matrix change_of(Trainer& trainer, const OptimizerSlot& slot) {
     const Matrix before = trainer.read(trainer.params, slot);
     trainer.step(1.0f);
     return trainer.read(trainer.params, slot) + -1.0 * before;
-}
-
-OptimizerConfig bare_muon(MuonScale scale) {
-    OptimizerConfig config = muon_config();
-    config.weight_decay = 0.0f;
-    config.muon_momentum = 0.0f;
-    config.muon_scale = scale;
-    return config;
 }
 
 // Every matrix really is orthogonalised: an ill-conditioned gradient moves it in nearly all directions alike,
@@ -1478,6 +1724,196 @@ TEST(Muon, WorkspaceAndThreadsDoNotChangeBits) {
 }
 
 // ---------------------------------------------------------------------------------------------------
+// What has gone wrong with Muon elsewhere
+
+// The change of all of Muon's weights in the second of two steps from the same gradients, which are
+// multiplied by first_scale and second_scale as clipping does it.
+Matrix second_change(OptimizerConfig config, float first_scale, float second_scale) {
+    config.weight_decay = 0;
+    Trainer trainer(config);
+    Vector change;
+    std::vector<float> before;
+    for (unsigned step = 0; step < 2; ++step) {
+        before = trainer.params;
+        trainer.random_grads(300 + 50 * step);
+        trainer.step(0.1f, step == 0 ? first_scale : second_scale);
+    }
+    for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+        if (!slot.muon) continue;
+        const Matrix m = trainer.read(trainer.params, slot) + -1.0 * trainer.read(before, slot);
+        change.insert(change.end(), m.x.begin(), m.x.end());
+    }
+    return {1, change.size(), change};
+}
+
+// Clipping an orthogonalised update to norm 1 would divide it by sqrt(min(rows, cols)): by 5 here. Clipping
+// the gradients only changes how they mix in the momentum.
+TEST(MuonPitfalls, ClippingDoesNotShrinkTheUpdate) {
+    const Matrix plain = second_change(muon_config(), 1, 1),
+                 clipped = second_change(muon_config(), 1, 0.001f);
+    EXPECT_NEAR(frobenius(clipped) / frobenius(plain), 1, 0.05);
+    EXPECT_GT(relative_distance(clipped, plain), 0.1);
+    EXPECT_LT(relative_distance(second_change(muon_config(), 0.001f, 0.001f), plain), 1e-5);
+}
+
+// A floor in the normalisation, 1e-7 in most implementations, makes updates shrink where gradients are small.
+TEST(MuonPitfalls, NoFloorUnderSmallGradients) {
+    const Matrix plain = second_change(muon_config(), 1, 1);
+    for (const float scale : {1e-10f, 1e-20f, 1e-30f, 1e30f})
+        EXPECT_LT(relative_distance(second_change(muon_config(), scale, scale), plain), 1e-4) << scale;
+}
+
+// Sum or mean over micro-batches: Muon cannot tell, so that its loss looks right; AdamW's epsilon can.
+TEST(MuonPitfalls, SumInsteadOfMeanShowsInAdamWAlone) {
+    std::vector<Matrix> wte, fc;
+    for (const float scale : {1e-6f, 8e-6f}) {
+        Trainer trainer(muon_config());
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        trainer.random_grads(4);
+        trainer.step(0.1f, scale * 1e-2f);
+        wte.push_back(trainer.read(trainer.params, trainer.slot("wte")));
+        fc.push_back(trainer.read(trainer.params, trainer.slot("h.0.fc.weight")));
+    }
+    EXPECT_LT(relative_distance(fc[1], fc[0]), 1e-5);
+    EXPECT_GT(relative_distance(wte[1], wte[0]), 0.02);
+}
+
+// Trainers have routed every matrix to AdamW without a word, and compared AdamW with itself.
+TEST(MuonPitfalls, MatricesAreNotRoutedToAdamW) {
+    Trainer adamw(adamw_config()), muon(muon_config());
+    for (Trainer* trainer : {&adamw, &muon}) {
+        trainer->random_grads(5);
+        trainer->step(0.1f);
+    }
+    for (const OptimizerSlot& slot : muon.optimizer.slots) {
+        const double distance =
+            relative_distance(muon.read(muon.params, slot), adamw.read(adamw.params, slot));
+        if (slot.muon) {
+            EXPECT_GT(distance, 1e-3) << slot.parameter->name;
+        } else {
+            EXPECT_EQ(distance, 0) << slot.parameter->name;
+        }
+    }
+    EXPECT_EQ(muon.optimizer.orthogonalized, 12u);
+}
+
+// Once a step, however many micro-batches the gradients are the sum of: one call, each matrix once.
+TEST(MuonPitfalls, EachMatrixOnceAStep) {
+    Trainer trainer(muon_config(), small_table(), 1, 100000);
+    for (uint64_t step = 1; step <= 3; ++step) {
+        trainer.random_grads(5);
+        trainer.step(0.1f);
+        EXPECT_EQ(trainer.optimizer.orthogonalized, 12 * step);
+    }
+}
+
+// A scheduler that writes one learning rate into all groups loses the matrices' own: as the schedule falls,
+// the ratio of the two stays.
+TEST(MuonPitfalls, TheScheduleScalesTheMatricesOwnRate) {
+    OptimizerConfig config = bare_muon(MuonScale::match_rms);
+    config.lr_muon = 40;
+    std::vector<double> moved;
+    for (const float lr : {1e-2f, 1e-3f, 1e-4f}) {
+        Trainer trainer(config);
+        std::fill(trainer.params.begin(), trainer.params.end(), 0.0f);
+        trainer.random_grads(6);
+        trainer.step(lr);
+        moved.push_back(frobenius(trainer.read(trainer.params, trainer.slot("h.1.fc.weight"))) /
+                        static_cast<double>(lr));
+    }
+    EXPECT_NEAR(moved[1] / moved[0], 1, 1e-5);
+    EXPECT_NEAR(moved[2] / moved[0], 1, 1e-5);
+    EXPECT_NEAR(moved[0] / (40 * 0.2 * std::sqrt(96.0 * small_C)), 1, 0.15);
+}
+
+// Zero rows that only pad a tensor would be orthogonalised with it: no matrix of Muon's has any.
+TEST(MuonPitfalls, NoPaddingInMuonsMatrices) {
+    for (const Parameter& p :
+         gpt_parameter_table({.layers = 2, .heads = 3, .channels = 21, .vocab_size = 50})) {
+        if (p.group == ParameterGroup::muon) {
+            EXPECT_EQ(p.used_rows, p.rows) << p.name;
+        }
+    }
+}
+
+// A matrix whose first gradient is exactly zero, as behind projections that start at zero: no NaN, counted,
+// and the others move as if it were not there.
+TEST(MuonPitfalls, AZeroGradientIsNoNaN) {
+    for (const NewtonSchulzVariant variant : all_variants) {
+        for (const bool normuon : {false, true}) {
+            OptimizerConfig config = bare_muon(MuonScale::original);
+            config.muon_ns_variant = variant;
+            config.muon_normuon = normuon;
+            Trainer all(config), one_zero(config);
+            for (Trainer* trainer : {&all, &one_zero}) trainer->random_grads(9);
+            const OptimizerSlot& zero = one_zero.slot("h.1.fcproj.weight");
+            one_zero.write(one_zero.grads, zero, zeros(zero.block.rows, zero.parameter->cols));
+            const Matrix before = one_zero.read(one_zero.params, zero);
+            for (Trainer* trainer : {&all, &one_zero}) trainer->step(0.1f);
+            EXPECT_EQ(one_zero.optimizer.degenerate_updates, 1u);
+            for (const OptimizerSlot& slot : one_zero.optimizer.slots) {
+                const Matrix expected = &slot == &zero ? before : all.read(all.params, slot);
+                EXPECT_EQ(one_zero.read(one_zero.params, slot).x, expected.x) << slot.parameter->name;
+            }
+        }
+    }
+}
+
+// Single rows and columns are matrices too: their polar factor is the normalised vector.
+TEST(MuonPitfalls, RowsAndColumnsAreMatrices) {
+    for (const auto& [rows, cols] : std::vector<std::pair<size_t, size_t>>{{1, 300}, {300, 1}, {2, 300}}) {
+        for_variants(express(8), [&, rows = rows, cols = cols](const NewtonSchulz& method) {
+            int degenerate = 0;
+            const Matrix m = random_matrix(rows, cols, 8);
+            const Vector s = singular_values(normalised_and_orthogonalised(m, method, &degenerate));
+            for (const double value : s) EXPECT_NEAR(value, 1, 1e-3);
+        });
+    }
+}
+
+// An iteration that keeps what it is through with needs memory for every step: here two matrices take turns.
+TEST(MuonPitfalls, MemoryDoesNotGrowWithTheSteps) {
+    for (const NewtonSchulzVariant variant : all_variants) {
+        const auto workspace = [&](int steps) {
+            const NewtonSchulz method =
+                newton_schulz_plan(newton_schulz_set("polar-express", steps, variant), variant);
+            return newton_schulz_workspace(method, 1, 768, 3072);
+        };
+        EXPECT_EQ(workspace(5), workspace(10));
+        EXPECT_LE(workspace(5), 768 * (3072 + 4 * 768u));
+    }
+}
+
+// The program looks at the size of each first update: right ones pass in every mode, and one that is not is
+// named.
+TEST(MuonPitfalls, TheFirstUpdatesSizeIsChecked) {
+    for (const MuonScale scale :
+         {MuonScale::match_rms, MuonScale::original, MuonScale::spectral, MuonScale::unit_rms}) {
+        for (const NewtonSchulzPrecision precision :
+             {NewtonSchulzPrecision::fp32, NewtonSchulzPrecision::fp16}) {
+            OptimizerConfig config = bare_muon(scale);
+            config.muon_ns_dtype = precision;
+            Trainer trainer(config);
+            trainer.random_grads(3);
+            trainer.step(0.1f);
+            EXPECT_TRUE(trainer.optimizer.first_update_faults.empty());
+        }
+    }
+    // Coefficients that shrink: six of You's, past the guard.
+    Trainer trainer(bare_muon(MuonScale::match_rms));
+    trainer.optimizer.newton_schulz.steps = cycled(you_quintic, 6);
+    trainer.random_grads(3);
+    trainer.step(0.1f);
+    ASSERT_EQ(trainer.optimizer.first_update_faults.size(), 12u);
+    const std::string fault = trainer.optimizer.first_update_faults[0];
+    EXPECT_NE(fault.find("h.0.qkv.weight q"), std::string::npos) << fault;
+    EXPECT_NE(fault.find("not 0.2"), std::string::npos) << fault;
+    const size_t faults = trainer.optimizer.first_update_faults.size();
+    trainer.step(0.1f);
+    EXPECT_EQ(trainer.optimizer.first_update_faults.size(), faults);  // the first step alone
+}
+
+// ---------------------------------------------------------------------------------------------------
 // State in bf16
 
 // Each slot's averages are rounded with the bits of its own place in the parameters' arena and of the step:
@@ -1528,7 +1964,7 @@ TEST(Bf16State, RandomBitsFollowStepAndPlace) {
 // that is not recorded.
 TEST(Muon, ReplayedStepsEqualDirectOnes) {
     OptimizerConfig half = with_bf16_state(muon_config());
-    half.muon_ns_dtype = Dtype::fp16;
+    half.muon_ns_dtype = NewtonSchulzPrecision::fp16;
     for (const OptimizerConfig& config : {muon_config(), half}) {
         const auto run = [&](bool replayed) {
             Trainer trainer(config, small_table(), 1, 5000);

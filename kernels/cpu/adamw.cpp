@@ -25,6 +25,7 @@ void adamw_update(Storage* param, float* master, State* m, State* v, const float
     const float v_scale = 1.0f / std::sqrt(step.bias_correction2);
     const float eps = step.eps;
     const float grad_scale = step.grad_scale;
+    const bool cautious = step.cautious;
 
     const auto update = [=](size_t begin, size_t end, const auto& word) {
 #pragma omp simd
@@ -34,7 +35,9 @@ void adamw_update(Storage* param, float* master, State* m, State* v, const float
             const float new_m = old_m + one_minus_beta1 * (g - old_m);
             const float new_v = old_v + one_minus_beta2 * (g * g - old_v);
             const float change = step_size * new_m / (std::sqrt(new_v) * v_scale + eps);
-            const float p = (master != nullptr ? master[i] : to_float(param[i])) * decay - change;
+            const float old_p = master != nullptr ? master[i] : to_float(param[i]);
+            const float kept = cautious && new_m * old_p < 0.0f ? 1.0f : decay;
+            const float p = old_p * kept - change;
             m[i] = from_float_stochastic<State>(new_m, word(i) & 0xffffu);
             v[i] = from_float_stochastic<State>(new_v, word(i) >> 16);
             if (master != nullptr) master[i] = p;

@@ -99,6 +99,11 @@ std::string device_name(const Stream* stream) {
 
 bool device_has_fast_fp16(const Stream*) { return false; }
 
+bool device_set_tf32(Stream*, bool on) {
+    if (on) fail("--muon-ns-dtype tf32: is for GPUs; this is the CPU's program");
+    return false;
+}
+
 int device_threads(const Stream* stream) { return stream->threads; }
 
 size_t device_allocated_bytes(const Stream* stream) { return stream->allocated; }

@@ -93,6 +93,7 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
         fail("muon_epilogue: 16-bit parameters need a master");
     if (step->skip != 0) return;
     const float step_size = step->lr * scale;
+    const bool cautious = step->cautious != 0;
     for_block_chunks(stream, batch, n, [&](size_t b, size_t begin, size_t end, size_t) {
         const float decay = blocks[b].decays ? step->decay : 1.0f;
         Storage* const param = params + blocks[b].offset;
@@ -100,10 +101,58 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
         const Update* const update = updates + b * n;
 #pragma omp simd
         for (size_t i = begin; i < end; i++) {
-            const float change = step_size * to_float(update[i]);
-            const float p = (own_master != nullptr ? own_master[i] : to_float(param[i])) * decay - change;
+            const float u = to_float(update[i]);
+            const float old_p = own_master != nullptr ? own_master[i] : to_float(param[i]);
+            const float kept = cautious && u * old_p < 0.0f ? 1.0f : decay;
+            const float p = old_p * kept - step_size * u;
             if (own_master != nullptr) own_master[i] = p;
             param[i] = from_float<Storage>(p);
+        }
+    });
+}
+
+// Neurons are columns of a wide matrix: a chunk of them at a time, row by row, so that memory is read as it
+// lies. The factors are found by one thread, in the neurons' order.
+template <typename Update>
+void muon_normalize_neurons(Update* o, float* v, const MuonStep* step, size_t rows, size_t cols, float beta2,
+                            Stream* stream) {
+    check_sizes("muon_normalize_neurons", {rows, cols});
+    if (step->skip != 0) return;
+    const bool tall = rows >= cols;
+    const size_t neurons = std::max(rows, cols), entries = std::min(rows, cols);
+    double* squares = static_cast<double*>(shared_scratch(stream, 2 * neurons * sizeof(double)));
+    double* factors = squares + neurons;
+    if (tall) {
+        for_rows(stream, rows, cols, [&](size_t i) {
+            squares[i] = lane_sum<double>(cols, [&](size_t j) {
+                const double x = to_float(o[i * cols + j]);
+                return x * x;
+            });
+        });
+    } else {
+        for_chunks(stream, cols, 256, [&](size_t begin, size_t end) {
+            std::fill(squares + begin, squares + end, 0.0);
+            for (size_t i = 0; i < rows; i++) {
+                for (size_t j = begin; j < end; j++) {
+                    const double x = to_float(o[i * cols + j]);
+                    squares[j] += x * x;
+                }
+            }
+        });
+    }
+    double before = 0.0, after = 0.0;
+    for (size_t j = 0; j < neurons; j++) {
+        const double mean = squares[j] / static_cast<double>(entries);
+        v[j] = static_cast<float>(v[j] + (1.0 - static_cast<double>(beta2)) * (mean - v[j]));
+        factors[j] = 1.0 / std::sqrt(std::max(static_cast<double>(v[j]), 1e-10));
+        before += squares[j];
+        after += squares[j] * factors[j] * factors[j];
+    }
+    const double rescale = after > 0.0 ? std::sqrt(before / after) : 0.0;
+    for_rows(stream, rows, cols, [&](size_t i) {
+        for (size_t j = 0; j < cols; j++) {
+            Update& x = o[i * cols + j];
+            x = from_float<Update>(static_cast<float>(to_float(x) * factors[tall ? i : j] * rescale));
         }
     });
 }
@@ -117,7 +166,10 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
     template void muon_epilogue(Storage*, float*, const float*, const MuonBlock*, const MuonStep*, size_t,  \
                                 size_t, float, Stream*);                                                    \
     template void muon_epilogue(Storage*, float*, const fp16_t*, const MuonBlock*, const MuonStep*, size_t, \
-                                size_t, float, Stream*);
+                                size_t, float, Stream*);                                                    \
+    template void muon_epilogue(Storage*, float*, const bf16_t*, const MuonBlock*, const MuonStep*, size_t, \
+                                size_t, float, Stream*);                                                    \
+    template void muon_normalize_neurons(Storage*, float*, const MuonStep*, size_t, size_t, float, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)

@@ -19,6 +19,7 @@ namespace {
 // What is the same for every parameter.
 struct Factors {
     float one_minus_beta1, one_minus_beta2, decay, step_size, v_scale, eps, grad_scale;
+    bool cautious;
 };
 
 template <typename Storage, typename State>
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(elementwise_threads)
             m_.element[j] = fmaf(f.one_minus_beta1, gradient - m_.element[j], m_.element[j]);
             v_.element[j] = fmaf(f.one_minus_beta2, fmaf(gradient, gradient, -v_.element[j]), v_.element[j]);
             const float change = f.step_size * m_.element[j] / fmaf(sqrtf(v_.element[j]), f.v_scale, f.eps);
-            p.element[j] = fmaf(p.element[j], f.decay, -change);
+            const bool grows = f.cautious && m_.element[j] * p.element[j] < 0.0f;
+            p.element[j] = fmaf(p.element[j], grows ? 1.0f : f.decay, -change);
         }
         const Pack<uint32_t, size> words = rounding_words<State, size>(rounding, i);
         store_state(m + i, m_, words, 0);
@@ -62,6 +64,7 @@ void adamw_update(Storage* param, float* master, State* m, State* v, const float
         .v_scale = 1.0f / std::sqrt(step.bias_correction2),
         .eps = step.eps,
         .grad_scale = step.grad_scale,
+        .cautious = step.cautious,
     };
     const bool vectors = aligned_to_16(param, master, m, v, grad) && counters_fit_packs<State>(rounding);
     launch(adamw_kernel<Storage, State>, grid_size(elementwise_blocks(n)), elementwise_threads, 0, stream,

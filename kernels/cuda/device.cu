@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/device.h"
@@ -127,6 +128,8 @@ std::string device_name(const Stream* stream) {
 }
 
 bool device_has_fast_fp16(const Stream*) { return true; }
+
+bool device_set_tf32(Stream* stream, bool on) { return std::exchange(stream->tf32, on); }
 
 int device_threads(const Stream*) { return 1; }
 

@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(chunk_threads)
     const Chunk chunk = my_chunk(n, chunks);
     const MuonBlock block = blocks[chunk.matrix];
     const float step_size = step->lr * scale, decay = block.decays ? step->decay : 1.0f;
+    const bool cautious = step->cautious != 0;
     Storage* param = params + block.offset;
     float* master = masters == nullptr ? nullptr : masters + block.master_offset;
     const Update* update = updates + chunk.matrix * n;
@@ -132,7 +133,8 @@ __global__ void __launch_bounds__(chunk_threads)
         Pack<float, size> p =
             master != nullptr ? load_pack<true, size>(master + i) : load_pack<true, size>(param + i);
         for (unsigned j = 0; j < size; j++) {
-            p.element[j] = fmaf(p.element[j], decay, -(step_size * u.element[j]));
+            const bool grows = cautious && u.element[j] * p.element[j] < 0.0f;
+            p.element[j] = fmaf(p.element[j], grows ? 1.0f : decay, -(step_size * u.element[j]));
         }
         if (master != nullptr) store_pack<true>(master + i, p);
         store_pack<true>(param + i, p);
@@ -176,6 +178,8 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
     template void muon_epilogue(Storage*, float*, const float*, const MuonBlock*, const MuonStep*, size_t,  \
                                 size_t, float, Stream*);                                                    \
     template void muon_epilogue(Storage*, float*, const fp16_t*, const MuonBlock*, const MuonStep*, size_t, \
+                                size_t, float, Stream*);                                                    \
+    template void muon_epilogue(Storage*, float*, const bf16_t*, const MuonBlock*, const MuonStep*, size_t, \
                                 size_t, float, Stream*);
 INSTANTIATE(float)
 INSTANTIATE(bf16_t)
