@@ -194,9 +194,9 @@ __device__ __forceinline__ void finish(Storage* result, const Sums& sums, const 
                 const unsigned column = first_column + 8 * j + my_lane() % 4 * 2;
                 Storage* to = chunk_of<tile>(result, row, column / 8) + column % 8;
                 const auto value = [&](unsigned x) {
-                    float sum = shape.alpha * sums.at[i][j][e + x];
+                    float sum = __fmul_rn(shape.alpha, sums.at[i][j][e + x]);
                     if (shape.beta != 0.0f) sum = fmaf(shape.beta, load_float(to[x]), sum);
-                    return store<Storage>(diagonal && row == column + x ? sum + shape.gamma : sum);
+                    return store<Storage>(diagonal && row == column + x ? __fadd_rn(sum, shape.gamma) : sum);
                 };
                 if (!diagonal) {
                     *reinterpret_cast<Pack<Storage, 2>*>(to) = {value(0), value(1)};
