@@ -426,7 +426,7 @@ TEST(Golden, TenMuonStepsOfUnmodifiedPyTorch) {
     expect_golden_run("muon_bf16", OptimizerKind::muon, 1e-3, 5e-2);
 }
 TEST(Golden, TenMuonStepsInFp16) {
-    expect_golden_run("muon_fp32", OptimizerKind::muon, 1e-4, 1e-2, Dtype::fp16);
+    expect_golden_run("muon_fp32", OptimizerKind::muon, 1e-4, 1e-2, NewtonSchulzPrecision::fp16);
 }
 
 // ===================================================================================================

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(neuron_threads)
     for (size_t j = threadIdx.x; j < neurons; j += blockDim.x) {
         const double square = squares[j], old_v = v[j];
         v[j] = static_cast<float>(old_v + pull * (square / static_cast<double>(entries) - old_v));
-        const double factor = 1.0 / sqrt(max(static_cast<double>(v[j]), 1e-10));
+        const double factor = 1.0 / sqrt(fmax(static_cast<double>(v[j]), 1e-10));
         before += square;
         after += square * factor * factor;
         squares[j] = factor;
