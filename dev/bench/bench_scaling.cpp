@@ -96,9 +96,11 @@ Times times_of(const GptConfig& config, OptimizerKind kind, int ranks) {
 // What a rank sends in a step, on average: the plan's count on one node.
 void print_bytes() {
     printf(
-        "## Bytes a rank and step\n\nOn one node, bf16 training, from the same plan: with as many leaves as ranks "
+        "## Bytes a rank and step\n\nOn one node, bf16 training, from the same plan: with as many leaves "
+        "as ranks "
         "the\ngradients travel in `--reduce-dtype`; with more, sums of leaves travel in fp32.\n\n"
-        "| model | optimizer | ranks | gradients, bf16 leaves | fp32 leaves or sums | weights | 4 (P-1)/P N |\n"
+        "| model | optimizer | ranks | gradients, bf16 leaves | fp32 leaves or sums | weights | 4 (P-1)/P "
+        "N |\n"
         "|---|---|---|---|---|---|---|\n");
     for (const char* name : {"d12", "d24", "d36", "d48"}) {
         GptConfig config;
@@ -135,17 +137,21 @@ void print_bytes() {
 int main() {
     printf(
         "# Expected scaling\n\n"
-        "Computed by `build/cpu/bench_scaling`, not measured: no run of muGPT on several GPUs has been timed\n"
-        "yet. Bytes, FLOPs and owners are the program's own; the speeds are assumptions, of H100s or H200s in\n"
+        "Computed by `build/cpu/bench_scaling`, not measured: no run of muGPT on several GPUs has been "
+        "timed\n"
+        "yet. Bytes, FLOPs and owners are the program's own; the speeds are assumptions, of H100s or "
+        "H200s in\n"
         "nodes of %d: %.0f TFLOP/s in the model and %.0f in Newton-Schulz, %.1f TB/s of memory, %.0f GB/s\n"
         "within a node, %.0f GB/s a GPU between nodes, %.0f us for rank 0 to hear one rank. Each GPU has\n"
         "%s tokens of a step, whatever their number; weights and gradients travel in bf16, sums of a node\n"
-        "in fp32. Gradients hide behind the backward, weights behind the next forward; what does not fit there\n"
+        "in fp32. Gradients hide behind the backward, weights behind the next forward; what does not fit "
+        "there\n"
         "is exposed.\n\n",
         ranks_of_a_node, model_flops / 1e12, newton_schulz_flops_rate / 1e12, memory_bytes / 1e12,
         node_bytes / 1e9, network_bytes / 1e9, value_seconds * 1e6, with_commas(rows * T).c_str());
     printf(
-        "| model | optimizer | GPUs | step ms | update ms | gradients ms | weights ms | values ms | exposed ms "
+        "| model | optimizer | GPUs | step ms | update ms | gradients ms | weights ms | values ms | "
+        "exposed ms "
         "| efficiency | to AdamW |\n|---|---|---|---|---|---|---|---|---|---|---|\n");
     for (const char* name : {"d12", "d24", "d36", "d48"}) {
         GptConfig config;
@@ -168,9 +174,11 @@ int main() {
     }
     printf(
         "\nThe efficiency is of weak scaling: the time of one GPU with its share of the tokens over that of\n"
-        "all. An owner updates and orthogonalizes for everyone (ZeRO stage 1), so that the update shrinks with the\n"
+        "all. An owner updates and orthogonalizes for everyone (ZeRO stage 1), so that the update shrinks "
+        "with the\n"
         "GPUs until there are more of them than matrices; from there on the largest matrix decides, and so\n"
-        "does what comes to its owner. At 1,024 GPUs the values, which go through rank 0, are what should be mended\n"
+        "does what comes to its owner. At 1,024 GPUs the values, which go through rank 0, are what should "
+        "be mended\n"
         "first.\n\n");
     print_bytes();
 }
