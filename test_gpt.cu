@@ -811,12 +811,7 @@ TEST_P(SlowOptimizerState, IsAsSmallAsPromised) {
         settings.state_dtype = state;
         const size_t before = device_allocated_bytes(stream);
         Optimizer optimizer = optimizer_create(settings, table, stream);
-        // A flag a slot, and what tells Muon's kernels of their matrices, are no state.
-        const auto matrices_of_muon = std::count_if(optimizer.slots.begin(), optimizer.slots.end(),
-                                                    [](const OptimizerSlot& slot) { return slot.muon; });
-        const size_t lists = optimizer.slots.size() * sizeof(int) +
-                             static_cast<size_t>(matrices_of_muon) * sizeof(MuonBlock) +
-                             (matrices_of_muon > 0 ? sizeof(MuonStep) : 0);
+        const size_t lists = optimizer_lists_bytes(optimizer);  // which are no state
         const size_t bytes = device_allocated_bytes(stream) - before - lists;
         optimizer_destroy(optimizer, stream);
         return bytes;

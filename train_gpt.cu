@@ -396,7 +396,8 @@ std::string memory_table(const Run<Storage>& run) {
     add(activations, model.activations_bytes);
     add("sums of earlier leaves (fp32)", run.parallel.kept_bytes);
     add("gradients on their way", run.parallel.staging_bytes);
-    add("a sum and a flag for each block", blocks * (sizeof(double) + sizeof(int)));
+    add("sums of blocks, lists of the optimizer",
+        blocks * sizeof(double) + optimizer_lists_bytes(run.optimizer));
     add("scratch of the ops", device_scratch_bytes(run.stream));
     add("all", device_allocated_bytes(run.stream));
     return boxed_table(rows);

@@ -165,6 +165,14 @@ size_t optimizer_state_bytes(const Optimizer& optimizer) {
     return state_bytes(optimizer) + optimizer.neuron_elements * sizeof(float);
 }
 
+size_t optimizer_lists_bytes(const Optimizer& optimizer) {
+    size_t matrices = 0;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) matrices += batch.size();
+    const size_t of_a_matrix = sizeof(MuonBlock) + dtype_size(optimizer.newton_schulz_dtype);
+    return optimizer.slots.size() * sizeof(int) + matrices * of_a_matrix +
+           (matrices > 0 ? sizeof(MuonStep) : 0);
+}
+
 float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, float lr) {
     const OptimizerConfig& config = optimizer.config;
     switch (slot.parameter->group) {

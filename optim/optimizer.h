@@ -125,6 +125,8 @@ float optimizer_weight_decay(const Optimizer& optimizer, float own_lr);
 
 // Bytes of optimizer state in the arena.
 size_t optimizer_state_bytes(const Optimizer& optimizer);
+// Bytes of device memory beside the state: a flag a slot, and what Muon's kernels are told of its matrices.
+size_t optimizer_lists_bytes(const Optimizer& optimizer);
 
 // The fewest floats of workspace that a step can work with: one matrix of the largest shape fits; 0 without
 // Muon. More lets the matrices of a shape be orthogonalised in larger batches, never with other bits.

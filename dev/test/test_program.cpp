@@ -137,7 +137,7 @@ TEST(Program, TheMemoryTableIsComplete) {
                     if (name != "all") sum += bytes;
                     if (name.starts_with("activations")) activations.insert(bytes);
                 }
-                EXPECT_EQ(rows.size(), 9u);
+                EXPECT_EQ(rows.size(), 11u);
                 EXPECT_EQ(sum, all);
                 // Muon's are 12 matrices of C x C a layer, or as much.
                 const uint64_t muon = std::string(optimizer) == "muon" ? 3 * 12 * 48 * 48 : 0;
