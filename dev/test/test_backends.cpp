@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -112,6 +113,37 @@ TEST_F(Backends, Bf16State) {
         EXPECT_GT(averages, 50000u);
         EXPECT_GT(equal, averages * 9 / 10) << optimizer << ", of " << averages;
     }
+}
+
+// The whole program on two ranks, over NCCL and with overlap: each line's numbers, and every saved weight, as
+// on one rank that plays both.
+TEST_F(Backends, RanksOverNccl) {
+    setenv("CUDASIM_DEVICES", "2", 1);
+    const auto run = [&](int ranks) {
+        const std::string out = folder / ("ranks" + std::to_string(ranks));
+        command(build_folder() / "train_gpt",
+                "--train-data '" + (folder / "text_train_*.bin") + "' --out " + out +
+                    " --optimizer muon --dtype bf16 --reduce-dtype bf16 --layers 1 --heads 1 --channels 64"
+                    " --seq-len 19 --batch-size 1 --tokens-per-step 38 --steps 4 --lr 2e-3 --sample-tokens 0"
+                    " --virtual-ranks 2 --ranks " +
+                    std::to_string(ranks));
+        std::vector<double> numbers;
+        std::ifstream log(out + "/log.jsonl");
+        for (std::string line; std::getline(log, line);) {
+            const json entry = json::parse(line);
+            if (entry["type"] != "train") continue;
+            for (const char* key : {"loss", "grad_norm", "lr", "orthogonalized"})
+                numbers.push_back(entry[key]);
+        }
+        EXPECT_EQ(numbers.size(), 4u * 4u);
+        const SafeTensorsFile model = safetensors_open(out + "/step_00000004/model.safetensors");
+        std::map<std::string, std::string> weights;
+        for (const auto& [name, tensor] : model.tensors)
+            weights[name] = {static_cast<const char*>(tensor.data), tensor.bytes};
+        return std::pair(numbers, weights);
+    };
+    EXPECT_EQ(run(1), run(2));
+    unsetenv("CUDASIM_DEVICES");
 }
 
 }  // namespace
