@@ -56,8 +56,12 @@ void request_stop(int) {
     for (const int number : stop_signals) signal(number, SIG_DFL);
 }
 
+// What nohup ignores stays ignored.
 void catch_stop_signals() {
-    for (const int number : stop_signals) signal(number, request_stop);
+    for (const int number : stop_signals) {
+        const auto before = signal(number, request_stop);
+        if (number == SIGHUP && before == SIG_IGN) signal(number, SIG_IGN);
+    }
 }
 
 // Shards are mapped into memory: what another program cuts off while they are read shows as a bus error.
