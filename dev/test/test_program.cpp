@@ -949,3 +949,16 @@ TEST(Program, VersionAndHelp) {
     EXPECT_TRUE(version.find("GCC 1") != std::string::npos || version.find("lang 1") != std::string::npos)
         << version;
 }
+
+// A run under nohup goes on when its terminal is gone.
+TEST(Program, NohupIsKept) {
+    TempFolder folder;
+    signal(SIGHUP, SIG_IGN);
+    const pid_t pid = start(folder, tiny_with(folder, "run", {"--steps", "300", "--val-every", "0"}));
+    signal(SIGHUP, SIG_DFL);
+    wait_for(folder / "run/log.jsonl", "\"step\":1,");
+    kill(pid, SIGHUP);
+    const Result result = finish(folder, pid);
+    EXPECT_EQ(result.status, 0) << result.err;
+    EXPECT_EQ(log_lines(folder / "run").back()["type"], "done");
+}
