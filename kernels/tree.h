@@ -16,7 +16,7 @@ constexpr Value tree_fold(unsigned count, const Part& part) {
         if (index > 0) sum = part(index);
         // The last one takes in whatever is kept: nothing comes that could be its neighbour.
         const bool last = index + 1 == count;
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
         for (unsigned level = 0; level < tree_levels; level++) {
