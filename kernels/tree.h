@@ -14,17 +14,17 @@ constexpr Value tree_fold(unsigned count, const Part& part) {
     Value sum = part(0);
     for (unsigned index = 0; index < count; index++) {
         if (index > 0) sum = part(index);
-        // The last one takes in whatever is kept: nothing comes that could be its neighbour.
-        const bool last = index + 1 == count;
+        // Until it is kept itself. The last one takes in all that is kept: no neighbour will come.
+        bool moves = true;
 #ifdef __CUDA_ARCH__
-#pragma unroll
+#pragma unroll  // without a break, so that what is kept stays in registers
 #endif
         for (unsigned level = 0; level < tree_levels; level++) {
             const bool pairs = (index >> level & 1) != 0;
-            if (pairs) sum = kept[level] + sum;
-            if (!pairs && !last) {
+            if (moves && pairs) sum = kept[level] + sum;
+            if (moves && !pairs && index + 1 < count) {
                 kept[level] = sum;
-                break;
+                moves = false;
             }
         }
     }
