@@ -1095,6 +1095,21 @@ void tear_down(Run<Storage>& run) {
     run_log_close(run.log);
 }
 
+// Fails on a rank that does not see rank 0's folder, now rather than at the first checkpoint. A file system
+// over the network may take a moment to show it.
+template <typename Storage>
+void check_shared_folder(const Run<Storage>& run) {
+    const std::string& out = run.options.out;
+    std::string opened = "rank 0 has opened its log";
+    comm_broadcast(run.comm, opened);
+    if (out.empty() || run.leads()) return;
+    for (int tries = 0; tries < 50; tries++) {
+        if (fs::exists(out + "/log.jsonl")) return;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    fail("--out %s: is not the folder that rank 0 writes; all ranks must share it", out.c_str());
+}
+
 template <typename Storage>
 void train(const Start& start, Comm* comm) {
     Run<Storage> run = set_up<Storage>(start, comm);
@@ -1123,6 +1138,7 @@ void train(const Start& start, Comm* comm) {
                        {"ranks", comm_ranks(run.comm)},
                        {"threads", device_threads(run.stream)},
                        {"matmul_ceiling_flops", run.matmul_ceiling}});
+        check_shared_folder(run);
         train_loop(run);
     }
     tear_down(run);
@@ -1232,7 +1248,11 @@ int run_rank(const RankEnvironment& environment, const std::vector<std::string>&
     } catch (const std::exception& error) {
         failure = error.what();
     }
-    if (comm != nullptr && comm_ranks(comm) > 1) comm_abort(comm, failure);
+    if (comm != nullptr && comm_ranks(comm) > 1) {
+        // What is wrong on all ranks is rank 0's to say, without a rank's name.
+        if (comm_rank(comm) != 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        comm_abort(comm, failure);
+    }
     console_error(failure);
     return 1;
 }

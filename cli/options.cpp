@@ -485,9 +485,11 @@ TrainCommand parse_without_preset(const std::vector<std::string>& arguments) {
 TrainCommand parse_train(const std::vector<std::string>& arguments) {
     TrainCommand command = parse_without_preset(arguments);
     if (!command.help.empty()) return command;
-    // The preset's values as if they had been given, but what was given counts.
+    // The preset's values as if they had been given, but what was given counts. AdamW has no preset.
+    const bool muon = command.options.optimizer.kind == OptimizerKind::muon;
     std::vector<std::string> with_preset = arguments;
-    for (const auto& [name, value] : preset_values(command.options.muon_preset)) {
+    for (const auto& [name, value] :
+         preset_values(muon ? command.options.muon_preset : MuonPreset::drop_in)) {
         if (!command.given.contains(name)) with_preset.push_back("--" + name + "=" + value);
     }
     if (with_preset.size() > arguments.size()) {

@@ -119,26 +119,30 @@ TEST(Options, MuonPresets) {
     EXPECT_EQ(drop_in.optimizer.muon_scale, MuonScale::match_rms);
     EXPECT_FALSE(drop_in.optimizer.muon_normuon);
 
-    const TrainCommand tuned = parse_train({"--muon-preset", "tuned"});
+    const TrainCommand tuned = parse_train({"--optimizer=muon", "--muon-preset", "tuned"});
     EXPECT_FLOAT_EQ(tuned.options.optimizer.lr_muon, 0.025f / 0.0006f);
     EXPECT_EQ(tuned.options.optimizer.weight_decay, 0.05f);
     EXPECT_EQ(tuned.options.optimizer.eps, 1e-10f);
     EXPECT_EQ(tuned.options.optimizer.muon_scale, MuonScale::original);
     EXPECT_EQ(tuned.options.optimizer.muon_momentum_warmup, 300u);
     EXPECT_FALSE(tuned.options.optimizer.muon_normuon);
-    EXPECT_EQ(tuned.given, (std::set<std::string>{"muon-preset"}));
+    EXPECT_EQ(tuned.given, (std::set<std::string>{"muon-preset", "optimizer"}));
     EXPECT_EQ(tuned.values["weight-decay"], 0.05);
 
-    const TrainOptions mixed =
-        parse_train({"--muon-preset=normuon", "--weight-decay=0.2", "--muon-scale=spectral"}).options;
+    const TrainOptions mixed = parse_train({"--optimizer=muon", "--muon-preset=normuon", "--weight-decay=0.2",
+                                            "--muon-scale=spectral"})
+                                   .options;
     EXPECT_EQ(mixed.optimizer.weight_decay, 0.2f);
     EXPECT_EQ(mixed.optimizer.muon_scale, MuonScale::spectral);
     EXPECT_TRUE(mixed.optimizer.muon_normuon);
     EXPECT_FLOAT_EQ(mixed.optimizer.lr_muon, 0.025f / 0.0006f);
 
+    // Muon's presets are none of AdamW's business.
+    EXPECT_EQ(parse_train({"--muon-preset=tuned"}).options.optimizer.weight_decay, 0.1f);
+
     std::vector<std::string> changes;
-    const TrainCommand resumed =
-        resume_train(parse_train({}), parse_train({"--muon-preset=tuned"}).values, changes);
+    const TrainCommand resumed = resume_train(
+        parse_train({}), parse_train({"--optimizer=muon", "--muon-preset=tuned"}).values, changes);
     EXPECT_EQ(resumed.options.optimizer.weight_decay, 0.05f);
     EXPECT_FLOAT_EQ(resumed.options.optimizer.lr_muon, 0.025f / 0.0006f);
     EXPECT_TRUE(changes.empty());

@@ -381,6 +381,17 @@ TEST(Failures, ARankWithOtherData) {
     expect_one_line(said, {"rank 1", "--train-data"});
 }
 
+TEST(Failures, AFolderThatIsNotShared) {
+    const TempFolder folder;
+    const Arguments arguments = small(folder, "out");
+    Arguments elsewhere = arguments;
+    *(std::find(elsewhere.begin(), elsewhere.end(), "--out") + 1) = folder / "other";
+    const auto [statuses, said] = finish_ranks(folder, start_ranks(folder, {arguments, elsewhere}));
+    EXPECT_EQ(statuses, (std::vector<int>{1, 1}));
+    expect_one_line(said, {"rank 1", "--out"});
+    EXPECT_TRUE(checkpoints(folder / "out").empty());
+}
+
 TEST(Failures, WorldSizesThatDiffer) {
     const TempFolder folder;
     const auto [statuses, said] =
