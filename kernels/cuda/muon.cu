@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(chunk_threads)
             m.element[j] = fmaf(pull, gradient - m.element[j], m.element[j]);
             d.element[j] = nesterov ? fmaf(pull, gradient - m.element[j], m.element[j]) : m.element[j];
             const double value = d.element[j];
-            total += value * value;
+            total = fma(value, value, total);
         }
         store_state(momentum + i, m, rounding_words<State, size>(rounding, i), 0);
         store_pack<true>(direction + i, d);
