@@ -898,7 +898,8 @@ void save(Run<Storage>& run) {
     if (run.options.out.empty()) return;
     const double start = now_seconds();
     await_all_weights(run.parallel);
-    if (const std::string name = nonfinite_weight(run); !name.empty()) {
+    // All ranks have the same weights.
+    if (const std::string name = run.leads() ? nonfinite_weight(run) : ""; !name.empty()) {
         fail("step %lu: %s has a weight that is not finite, and is not saved; %s (a lower --lr may help)",
              run.step, name.c_str(), what_is_saved(run).c_str());
     }

@@ -20,6 +20,7 @@ struct Load {
 }  // namespace
 
 Ownership assign_owners(const ParameterTable& table, OptimizerKind kind, int ranks, int rank) {
+    if (ranks == 1) return own_all(table);
     std::vector<Piece> pieces;
     for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
         const bool muon = kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
@@ -45,7 +46,6 @@ Ownership assign_owners(const ParameterTable& table, OptimizerKind kind, int ran
         least->elements += piece.elements;
         ownership.owner[piece.number] = static_cast<int>(least - loads.begin());
     }
-    if (ranks == 1) return own_all(table);
     for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
         if (!ownership.own(number)) return;
         ownership.master_offset[number] = ownership.master_elements;

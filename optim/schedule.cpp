@@ -49,9 +49,9 @@ double decay_factor(DecaySchedule schedule, size_t step, size_t steps) {
     const double x = step < steps ? static_cast<double>(step) / static_cast<double>(steps) : 1.0;
     switch (schedule) {
         case DecaySchedule::cosine:
-            return 0.5 * (1.0 + std::cos(M_PI * x));
+            return remaining(Schedule::cosine, x);
         case DecaySchedule::linear:
-            return 1.0 - x;
+            return remaining(Schedule::linear, x);
         case DecaySchedule::constant:
             break;
     }

@@ -200,12 +200,14 @@ inline Snapshot snapshot(const std::string& folder) {
 }
 
 // The training lines of a log without the fields that hold times.
-inline std::vector<std::string> training_lines(const std::string& folder) {
+inline std::vector<std::string> training_lines(const std::string& folder,
+                                               const std::vector<const char*>& also_without = {}) {
     std::vector<std::string> lines;
     for (json object : log_lines(folder)) {
         if (object["type"] != "train" && object["type"] != "val") continue;
         for (const char* time : {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes"})
             object.erase(time);
+        for (const char* key : also_without) object.erase(key);
         lines.push_back(object.dump());
     }
     return lines;

@@ -20,16 +20,7 @@ Arguments small(const TempFolder& folder, const std::string& out, const Argument
         "--virtual-ranks",    "8", "--threads",         "1",   "--keep",  "0",  "--sample-tokens", "0",
         "--checkpoint-every", "4"};
     all.insert(all.end(), changes.begin(), changes.end());
-    Arguments arguments = tiny(folder, out);
-    for (size_t i = 0; i < all.size(); i += 2) {
-        const auto at = std::find(arguments.begin(), arguments.end(), all[i]);
-        if (at == arguments.end()) {
-            arguments.insert(arguments.end(), {all[i], all[i + 1]});
-        } else {
-            *(at + 1) = all[i + 1];
-        }
-    }
-    return arguments;
+    return tiny_with(folder, out, all);
 }
 
 Arguments on_ranks(Arguments arguments, int ranks) {
@@ -44,15 +35,7 @@ void expect_success(const Result& result) {
 
 // What must not depend on the ranks: of every line, all but times, memory and bytes.
 std::vector<std::string> lines_of(const std::string& folder) {
-    std::vector<std::string> lines;
-    for (json object : log_lines(folder)) {
-        if (object["type"] != "train" && object["type"] != "val") continue;
-        for (const char* key : {"ms", "optimizer_ms", "comm_ms", "tokens_per_second", "mfu", "peak_bytes",
-                                "bytes_sent", "bytes_sent_as"})
-            object.erase(key);
-        lines.push_back(object.dump());
-    }
-    return lines;
+    return training_lines(folder, {"bytes_sent", "bytes_sent_as"});
 }
 
 // All saved numbers by the name of their tensor: weights, master weights and optimizer state, from however
