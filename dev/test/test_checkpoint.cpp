@@ -1047,18 +1047,20 @@ TEST(Checkpoint, RecoversFromAnInterruptedSave) {
               (std::vector<std::string>{"step_00000004", "step_00000006", "step_00000007"}));
 }
 
-// A child saves, reports each save that has returned, and is killed at a random moment.
+// A child saves, reports when a save begins (0) and when it has returned (its step), and is killed at a random
+// moment after the first has begun.
 TEST(Checkpoint, SurvivesKillAtAnyMoment) {
     const TempFolder out;
     const GptConfig config = {
         .layers = 3, .heads = 4, .channels = 128, .seq_len = 64, .vocab_size = 1000, .tied_head = true};
     Trained trained(config), other(config);
-    const auto start = std::chrono::steady_clock::now();
     trained.fill_bits(1);
+    const auto start = std::chrono::steady_clock::now();
     trained.save(out.path, 1);
     const double one_save = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
     std::mt19937 random(std::random_device{}());
+    const uint64_t begins = 0;
     uint64_t last_complete = 1;
     int interrupted = 0;
     for (int round = 0; round < 20; round++) {
@@ -1069,15 +1071,19 @@ TEST(Checkpoint, SurvivesKillAtAnyMoment) {
             // The first save replaces the newest one.
             for (uint64_t step = last_complete;; step++) {
                 trained.fill_bits(step);
+                if (write(reports[1], &begins, sizeof(begins)) != sizeof(begins)) _exit(1);
                 trained.save(out.path, step, 2);
                 if (write(reports[1], &step, sizeof(step)) != sizeof(step)) _exit(1);
             }
         }
         close(reports[1]);
+        uint64_t step;
+        ASSERT_EQ(read(reports[0], &step, sizeof(step)), ssize_t(sizeof(step)));
         usleep(static_cast<useconds_t>(std::uniform_real_distribution(0.0, 3e6 * one_save)(random)));
         kill(child, SIGKILL);
         waitpid(child, nullptr, 0);
-        for (uint64_t step; read(reports[0], &step, sizeof(step)) == sizeof(step);) last_complete = step;
+        while (read(reports[0], &step, sizeof(step)) == sizeof(step))
+            if (step != begins) last_complete = step;
         close(reports[0]);
 
         for (const std::string& name : names_in(out.path)) interrupted += name.starts_with(".");
