@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what muGPT builds and tests with, on Debian and Ubuntu. Running it again changes nothing.
 set -euo pipefail
+cd "$(dirname "$0")/.."
 
 packages=(
     g++ make git               # the compiler
@@ -14,11 +15,27 @@ packages=(
     libopenblas-openmp-dev     # the yardstick of `make bench`
 )
 
+# dev/bench/sass_check reads machine code by nvdisasm, which a toolkit may lack. It goes to build/, by pip.
+nvcc=$(command -v nvcc || true)
+need_nvdisasm=0
+if [ -n "$nvcc" ] && ! command -v nvdisasm >/dev/null && [ ! -x "$(dirname "$nvcc")/nvdisasm" ] &&
+    ! compgen -G "build/nvdisasm/nvidia/*/bin/nvdisasm" >/dev/null; then
+    need_nvdisasm=1
+    packages+=(python3-pip)
+fi
+install_nvdisasm() {
+    [ $need_nvdisasm -eq 1 ] || return 0
+    echo "setup: fetching nvdisasm"
+    python3 -m pip install --quiet --no-deps --target build/nvdisasm nvidia-cuda-nvdisasm 2>/dev/null ||
+        echo "setup: no nvdisasm: dev/bench/sass_check will be skipped" >&2
+}
+
 missing=()
 for package in "${packages[@]}"; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
 done
 if [ ${#missing[@]} -eq 0 ]; then
+    install_nvdisasm
     echo "setup: everything is installed"
     exit 0
 fi
@@ -38,4 +55,5 @@ echo "setup: installing ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+install_nvdisasm
 echo "setup: done"

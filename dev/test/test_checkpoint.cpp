@@ -1047,8 +1047,8 @@ TEST(Checkpoint, RecoversFromAnInterruptedSave) {
               (std::vector<std::string>{"step_00000004", "step_00000006", "step_00000007"}));
 }
 
-// A child saves, reports when a save begins (0) and when it has returned (its step), and is killed at a random
-// moment after the first has begun.
+// A child saves, reports when a save begins (0) and when it has returned (its step), and is killed at a
+// random moment after the first has begun.
 TEST(Checkpoint, SurvivesKillAtAnyMoment) {
     const TempFolder out;
     const GptConfig config = {
