@@ -273,8 +273,10 @@ std::string short_number(double x) {
     return text;
 }
 
-std::string precision_text(const LossScaler& scaler, Dtype dtype, Dtype state_dtype) {
-    const std::string state = std::string(", ") + dtype_name(state_dtype) + " optimizer state";
+std::string precision_text(const LossScaler& scaler, Dtype dtype, const OptimizerConfig& config) {
+    std::string state = std::string(", ") + dtype_name(config.state_dtype) + " optimizer state";
+    if (config.kind == OptimizerKind::muon && config.muon_state_dtype)
+        state += std::string(", ") + dtype_name(*config.muon_state_dtype) + " momentum of Muon";
     if (dtype == Dtype::fp32) return "fp32" + state;
     const std::string text = std::string(dtype_name(dtype)) + ", fp32 master weights and gradients" + state;
     if (dtype == Dtype::bf16) return text;
@@ -322,7 +324,7 @@ std::string configuration_table(const Run<Storage>& run) {
         {"learning rate", short_number(o.schedule.lr) + ", warm-up " + counted(o.schedule.warmup, "steps, ") +
                               schedule + " to " + short_number(final_lr)},
         {"optimizer", muon ? "Muon for the blocks' matrices, AdamW for the rest" : "AdamW"},
-        {"precision", precision_text(run.scaler, dtype_of<Storage>(), o.optimizer.state_dtype)},
+        {"precision", precision_text(run.scaler, dtype_of<Storage>(), o.optimizer)},
         {"output", o.out.empty() ? "none (--out writes log and checkpoints)" : o.out},
     });
 }
@@ -346,9 +348,9 @@ std::string ownership_table(const Run<Storage>& run) {
         const size_t used = std::max(p.used_rows, slot.block.first_row) - slot.block.first_row;
         const size_t rows_used = std::min(slot.block.rows, used);
         const size_t parameters = rows_used * p.cols;
-        const OptimizerConfig& config = run.optimizer.config;
-        const size_t neurons = slot.muon && config.muon_normuon ? slot.neuron_count() * sizeof(float) : 0;
-        const size_t state = slot.size() * dtype_size(config.state_dtype) * (slot.muon ? 1 : 2) + neurons;
+        const size_t neurons =
+            slot.muon && run.optimizer.config.muon_normuon ? slot.neuron_count() * sizeof(float) : 0;
+        const size_t state = slot.size() * dtype_size(slot.state_dtype) * (slot.muon ? 1 : 2) + neurons;
         if (same == rows.end()) {
             rows.push_back({name, slot.muon ? "Muon" : "AdamW", "1",
                             std::to_string(shape_rows) + " x " + std::to_string(p.cols),
@@ -368,11 +370,11 @@ std::string ownership_table(const Run<Storage>& run) {
 
 // Muon's part of the optimizer's state; AdamW has the rest.
 size_t muon_state_bytes(const Optimizer& optimizer) {
-    size_t elements = 0;
+    size_t bytes = optimizer.neuron_elements * sizeof(float);
     for (const OptimizerSlot& slot : optimizer.slots) {
-        if (slot.muon && slot.own) elements += aligned_elements(slot.size());
+        if (slot.muon && slot.own) bytes += slot.vector_bytes();
     }
-    return elements * dtype_size(optimizer.config.state_dtype) + optimizer.neuron_elements * sizeof(float);
+    return bytes;
 }
 
 // What the run has of the device's memory, row by row, and the device's own count of all of it.

@@ -57,8 +57,9 @@ void add_number(CLI::App& app, const std::string& name, Number& target, const st
 // Options that a resumed run keeps: other values would be another model, optimizer or data order. What the
 // data are, and how they are cut, is compared by the loader's fingerprint.
 const std::set<std::string> fixed_on_resume = {
-    "model",     "layers", "heads",       "channels",       "vocab-size",    "untie-head",  "seed",
-    "optimizer", "dtype",  "state-dtype", "muon-split-qkv", "muon-qk-group", "muon-normuon"};
+    "model",         "layers",      "heads", "channels",    "vocab-size",       "untie-head",
+    "seed",          "optimizer",   "dtype", "state-dtype", "muon-state-dtype", "muon-split-qkv",
+    "muon-qk-group", "muon-normuon"};
 
 const std::set<std::string> of_a_start = {"resume", "new-data",   "out",    "threads",
                                           "ranks",  "no-overlap", "timeout"};
@@ -68,6 +69,8 @@ const std::map<std::string, OptimizerKind> optimizers = {{"adamw", OptimizerKind
 const std::map<std::string, Dtype> dtypes = {
     {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const std::map<std::string, Dtype> state_dtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
+const std::map<std::string, std::optional<Dtype>> muon_state_dtypes = {
+    {"same", std::nullopt}, {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
 const std::map<std::string, NewtonSchulzPrecision> newton_schulz_dtypes = {
     {"auto", NewtonSchulzPrecision::automatic},
     {"fp16", NewtonSchulzPrecision::fp16},
@@ -319,6 +322,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "storage of weights and activations; 16-bit weights have an fp32 master copy", group);
     add_choice(*app, "--state-dtype", o.optimizer.state_dtype, state_dtypes,
                "storage of the optimizers' momentum and moments; bf16 is rounded stochastically", group);
+    add_choice(*app, "--muon-state-dtype", o.optimizer.muon_state_dtype, muon_state_dtypes,
+               "storage of Muon's momentum alone; same: as --state-dtype", group);
     add_number(*app, "--loss-scale", o.loss_scale, 0, 0x1p24,
                "fp16: a fixed power of two; 0: adapted to the gradients, from 65536 (PyTorch)", group);
     add_choice(*app, "--recompute", o.recompute, recomputes,

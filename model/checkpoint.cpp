@@ -178,8 +178,8 @@ std::vector<StateVector> state_vectors(const Optimizer& optimizer, float* master
             if (data != nullptr)
                 vectors.push_back({block + what, shape, dtype, data, slot.size() * dtype_size(dtype)});
         };
-        add(slot.muon ? ".momentum" : ".m", optimizer.config.state_dtype, slot.first);
-        add(".v", optimizer.config.state_dtype, slot.second);
+        add(slot.muon ? ".momentum" : ".m", slot.state_dtype, slot.first);
+        add(".v", slot.state_dtype, slot.second);
         if (slot.neurons != nullptr) {
             vectors.push_back({block + ".neurons",
                                {slot.neuron_count()},
@@ -240,8 +240,9 @@ void read_optimizer(const std::string& folder, const json& files, Optimizer& opt
         const SafeTensorsFile& file = holder == opened.end() ? opened[0] : *holder;
         const SafeTensor& tensor = safetensors_get(file, vector.name, vector.shape);
         if (const std::string expected = safetensors_dtype(vector.dtype); tensor.dtype != expected) {
-            fail("%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype?",
-                 file.path.c_str(), vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
+            fail(
+                "%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype or --muon-state-dtype?",
+                file.path.c_str(), vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
         }
         copy_to_device(vector.data, tensor.data, vector.bytes, stream);
     }

@@ -20,7 +20,7 @@ void muon_create(Optimizer& optimizer, Stream* stream);
 // Updates the Muon slots and counts the degenerate ones. The first step also fills first_update_faults: the
 // root mean square of a matrix's update, degenerate ones apart, should be that of an orthogonal matrix times
 // s, up to the polynomial's range and to the rank of the gradient: between 0.3 and 1.3 times as much. State
-// is the config's state_dtype, Iterate the type of Newton-Schulz's matrices, any storage type; other
+// is the slots' state_dtype, Iterate the type of Newton-Schulz's matrices, any storage type; other
 // arguments as in optimizer_step, which has checked that one matrix of each shape fits the workspace.
 template <typename State, typename Iterate, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,

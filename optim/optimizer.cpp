@@ -51,11 +51,6 @@ Dtype newton_schulz_dtype(NewtonSchulzPrecision precision, Stream* stream) {
     return Dtype::fp32;
 }
 
-// Of momentum and moments.
-size_t state_bytes(const Optimizer& optimizer) {
-    return optimizer.state_elements * dtype_size(optimizer.config.state_dtype);
-}
-
 std::vector<std::vector<size_t>> batches_of_equal_shape(const std::vector<OptimizerSlot>& slots) {
     std::vector<std::vector<size_t>> batches;
     for (size_t i = 0; i < slots.size(); i++) {
@@ -95,8 +90,12 @@ void optimizer_check(const OptimizerConfig& config) {
             "in [0, 1)");
     require(config.muon_scale_factor > 0.0f && std::isfinite(config.muon_scale_factor), "--muon-scale-factor",
             config.muon_scale_factor, "finite and positive");
-    if (config.state_dtype != Dtype::fp32 && config.state_dtype != Dtype::bf16)
-        fail("--state-dtype %s: must be fp32 or bf16", dtype_name(config.state_dtype));
+    const auto require_state = [](const char* option, Dtype dtype) {
+        if (dtype != Dtype::fp32 && dtype != Dtype::bf16)
+            fail("%s %s: must be fp32 or bf16", option, dtype_name(dtype));
+    };
+    require_state("--state-dtype", config.state_dtype);
+    if (config.muon_state_dtype) require_state("--muon-state-dtype", *config.muon_state_dtype);
 }
 
 Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& table,
@@ -110,8 +109,10 @@ Optimizer optimizer_plan(const OptimizerConfig& config, const ParameterTable& ta
     const Ownership& owners = ownership == nullptr ? all : *ownership;
     for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
         const bool muon = config.kind == OptimizerKind::muon && parameter.group == ParameterGroup::muon;
-        const OptimizerSlot slot{&parameter, block, muon, owners.own(number), owners.master_offset[number]};
-        if (slot.own) optimizer.state_elements += (muon ? 1 : 2) * aligned_elements(slot.size());
+        const Dtype dtype = muon ? config.muon_state_dtype.value_or(config.state_dtype) : config.state_dtype;
+        const OptimizerSlot slot{
+            &parameter, block, muon, dtype, owners.own(number), owners.master_offset[number]};
+        if (slot.own) optimizer.state_bytes += (muon ? 1 : 2) * slot.vector_bytes();
         if (slot.own && muon && config.muon_normuon)
             optimizer.neuron_elements += aligned_elements(slot.neuron_count());
         optimizer.slots.push_back(slot);
@@ -129,19 +130,18 @@ Optimizer optimizer_create(const OptimizerConfig& config, const ParameterTable& 
     device_memset_zero(optimizer.state, bytes, stream);
     optimizer.degenerate = static_cast<int*>(device_malloc(optimizer.slots.size() * sizeof(int), stream));
     char* next = static_cast<char*>(optimizer.state);
-    float* next_neurons = reinterpret_cast<float*>(next + state_bytes(optimizer));
+    float* next_neurons = reinterpret_cast<float*>(next + optimizer.state_bytes);
     for (OptimizerSlot& slot : optimizer.slots) {
         if (!slot.own) continue;
-        const size_t vector_bytes = aligned_elements(slot.size()) * dtype_size(config.state_dtype);
         slot.first = next;
-        next += vector_bytes;
+        next += slot.vector_bytes();
         if (slot.muon && config.muon_normuon) {
             slot.neurons = next_neurons;
             next_neurons += aligned_elements(slot.neuron_count());
         }
         if (slot.muon) continue;
         slot.second = next;
-        next += vector_bytes;
+        next += slot.vector_bytes();
     }
     muon_create(optimizer, stream);
     return optimizer;
@@ -162,7 +162,7 @@ StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot
 }
 
 size_t optimizer_state_bytes(const Optimizer& optimizer) {
-    return state_bytes(optimizer) + optimizer.neuron_elements * sizeof(float);
+    return optimizer.state_bytes + optimizer.neuron_elements * sizeof(float);
 }
 
 size_t optimizer_lists_bytes(const Optimizer& optimizer) {
@@ -215,18 +215,21 @@ void optimizer_step(Optimizer& optimizer, Storage* params, float* master, const 
              workspace_floats, needed);
     }
     optimizer.steps++;
-    const auto update = [&]<typename State>(State) {
-        adamw_step<State>(optimizer, params, master, grads, lr, grad_scale, stream);
+    const OptimizerConfig& config = optimizer.config;
+    const auto adamw =
+        config.state_dtype == Dtype::bf16 ? adamw_step<bf16_t, Storage> : adamw_step<float, Storage>;
+    adamw(optimizer, params, master, grads, lr, grad_scale, stream);
+    const auto update_muon = [&]<typename State>(State) {
         const Dtype iterate = optimizer.newton_schulz_dtype;
         const auto muon = iterate == Dtype::fp16   ? muon_step<State, fp16_t, Storage>
                           : iterate == Dtype::bf16 ? muon_step<State, bf16_t, Storage>
                                                    : muon_step<State, float, Storage>;
         muon(optimizer, params, master, grads, lr, grad_scale, workspace, workspace_floats, stream);
     };
-    if (optimizer.config.state_dtype == Dtype::bf16) {
-        update(bf16_t{});
+    if (config.muon_state_dtype.value_or(config.state_dtype) == Dtype::bf16) {
+        update_muon(bf16_t{});
     } else {
-        update(float{});
+        update_muon(float{});
     }
 }
 

@@ -58,16 +58,18 @@ struct OptimizerConfig {
     float muon_scale_factor = 1;  // on top of muon_scale
     bool muon_normuon = false;    // muon_normalize_neurons after Newton-Schulz
     float muon_normuon_beta2 = 0.95f;
-    Dtype state_dtype = Dtype::fp32;  // of momentum and moments: fp32 or bf16
-    uint64_t seed = 0;                // of the stochastic rounding of bf16 state
+    Dtype state_dtype = Dtype::fp32;        // of momentum and moments: fp32 or bf16
+    std::optional<Dtype> muon_state_dtype;  // of Muon's momentum, where it is another one
+    uint64_t seed = 0;                      // of the stochastic rounding of bf16 state
 };
 
-// One block of one tensor with its optimizer state: vectors of size() numbers of the config's state_dtype,
-// each at a multiple of 64 numbers in the arena.
+// One block of one tensor with its optimizer state: vectors of size() numbers, each at a multiple
+// of 128 bytes in the arena.
 struct OptimizerSlot {
     const Parameter* parameter;
     Block block;
     bool muon;
+    Dtype state_dtype;         // of first and second
     bool own;                  // else another rank updates it, and there is no state here
     size_t master_offset;      // of the block's master weights in their arena
     void* first = nullptr;     // Muon: momentum; AdamW: m
@@ -76,6 +78,8 @@ struct OptimizerSlot {
 
     size_t size() const { return block.rows * parameter->cols; }
     size_t offset() const { return parameter->offset + block.first_row * parameter->cols; }
+    // Of one of its vectors, with the gap up to the next.
+    size_t vector_bytes() const { return aligned_elements(size()) * dtype_size(state_dtype); }
     size_t neuron_count() const { return block.rows > parameter->cols ? block.rows : parameter->cols; }
 };
 
@@ -86,7 +90,7 @@ struct Optimizer {
     std::vector<OptimizerSlot> slots;               // in table order
     std::vector<std::vector<size_t>> muon_batches;  // Muon's own slots, those of equal shape together
     void* state = nullptr;                          // one arena: the slots' vectors, then their neurons
-    size_t state_elements = 0, neuron_elements = 0;
+    size_t state_bytes = 0, neuron_elements = 0;    // of the vectors, of the neurons
     int* degenerate = nullptr;         // one flag a slot; the first are those of muon_batches, in order
     MuonBlock* muon_blocks = nullptr;  // on the device, those of muon_batches in order
     MuonStep* muon_step = nullptr;     // on the device: of the current step

@@ -5,7 +5,7 @@
 #
 #   scripts/parity.sh precision|muon [--out DIR] [--steps N]
 #
-#   precision   storage in fp32, bf16 and fp16, and bf16 optimizer state, with both optimizers; 128 steps
+#   precision   storage in fp32, bf16 and fp16, and optimizer state in bf16, with both optimizers; 128 steps
 #   muon        the variants of Newton-Schulz against its dense products in fp32; 256 steps
 #
 # A step has 4,096 tokens. JOBS runs take place at the same time, on a thread each (default: all cores).
@@ -43,6 +43,8 @@ blocks() {
             echo "$optimizer bf16|--optimizer $optimizer --dtype bf16"
             echo "$optimizer fp16|--optimizer $optimizer --dtype fp16"
             echo "$optimizer fp32, bf16 state|--optimizer $optimizer --state-dtype bf16"
+            [ $optimizer = adamw ] ||
+                echo "$optimizer fp32, bf16 momentum|--optimizer $optimizer --muon-state-dtype bf16"
             echo
         done
         return
@@ -93,7 +95,7 @@ optimizer_ms() {
         awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }'
 }
 
-printf '%-24s %9s %9s %9s %10s %13s\n' "validation loss, nats" "seed 1" "seed 2" "seed 3" difference "optimizer ms"
+printf '%-27s %9s %9s %9s %10s %13s\n' "validation loss, nats" "seed 1" "seed 2" "seed 3" difference "optimizer ms"
 reference=()
 while IFS='|' read -r name options; do
     if [ -z "$name" ]; then reference=(); continue; fi
@@ -104,5 +106,5 @@ while IFS='|' read -r name options; do
         -v ms="$(optimizer_ms "$(folder_of "$name" 1)")" 'BEGIN {
         n = split(reference, a, " "); split(losses, b, " ")
         for (i = 1; i <= n; i++) { sum += (b[i] - a[i]) / a[i]; text = text sprintf(" %9.5f", b[i]) }
-        printf "%-24s%s %+9.4f%% %13.1f\n", name, text, 100 * sum / n, ms }'
+        printf "%-27s%s %+9.4f%% %13.1f\n", name, text, 100 * sum / n, ms }'
 done < <(blocks)

@@ -179,7 +179,7 @@ struct Trained {
         std::string all(reinterpret_cast<const char*>(model.params),
                         table_elements(model.table) * sizeof(float));
         for (const OptimizerSlot& slot : optimizer.slots) {
-            const size_t bytes = slot.size() * dtype_size(optimizer.config.state_dtype);
+            const size_t bytes = slot.size() * dtype_size(slot.state_dtype);
             all.append(static_cast<const char*>(slot.first), bytes);
             if (slot.second) all.append(static_cast<const char*>(slot.second), bytes);
             if (slot.neurons)

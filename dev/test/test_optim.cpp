@@ -1008,13 +1008,19 @@ OptimizerConfig with_bf16_state(OptimizerConfig config) {
     return config;
 }
 
+OptimizerConfig with_bf16_momentum(OptimizerConfig config) {
+    config.muon_state_dtype = Dtype::bf16;
+    config.seed = 42;
+    return config;
+}
+
 // A slot's state as it lies in memory: its first vector, then its second where it has one.
 std::string state_bytes(const Trainer& trainer, const OptimizerSlot& slot) {
     std::string bytes;
     for (const void* vector : {slot.first, slot.second}) {
         if (vector == nullptr) continue;
         const size_t from = bytes.size();
-        bytes.resize(from + slot.size() * dtype_size(trainer.optimizer.config.state_dtype));
+        bytes.resize(from + slot.size() * dtype_size(slot.state_dtype));
         copy_to_host(bytes.data() + from, vector, bytes.size() - from, trainer.stream.get());
     }
     return bytes;
@@ -1064,21 +1070,21 @@ TEST(Routing, MuonOwnsTheLayersMatrices) {
     EXPECT_EQ(trainer.optimizer.muon_batches[2].size(), 2u);
 }
 
-// State vectors are zero at first, aligned to 64 numbers, apart from one another and inside the arena.
+// State vectors are zero at first, aligned to 128 bytes, apart from one another and inside the arena.
 TEST(Routing, StateVectorsAreDisjointAndZero) {
     for (const OptimizerConfig& config :
-         {adamw_config(), muon_config(), with_bf16_state(adamw_config()), with_bf16_state(muon_config())}) {
+         {adamw_config(), muon_config(), with_bf16_state(adamw_config()), with_bf16_state(muon_config()),
+          with_bf16_momentum(muon_config())}) {
         const Trainer trainer(config);
         const char* const begin = static_cast<const char*>(trainer.optimizer.state);
-        const size_t number = dtype_size(config.state_dtype);
         const char* end = begin;
         for (const OptimizerSlot& slot : trainer.optimizer.slots) {
             for (const void* vector : {slot.first, slot.second}) {
                 if (vector == nullptr) continue;
                 const char* first = static_cast<const char*>(vector);
                 EXPECT_GE(first, end);
-                EXPECT_EQ(static_cast<size_t>(first - begin) % (64 * number), 0u);
-                end = first + slot.size() * number;
+                EXPECT_EQ(static_cast<size_t>(first - begin) % 128, 0u);
+                end = first + slot.size() * dtype_size(slot.state_dtype);
             }
             const std::string bytes = state_bytes(trainer, slot);
             EXPECT_EQ(bytes, std::string(bytes.size(), '\0'));
@@ -1103,6 +1109,8 @@ TEST(Routing, StateBytesOfGpt2) {
     EXPECT_NEAR(static_cast<double>(muon_bytes), 0.656e9, 0.0005e9);
     for (const auto& [config, bytes] : {std::pair{adamw_config(), adamw_bytes}, {muon_config(), muon_bytes}})
         EXPECT_EQ(optimizer_state_bytes(optimizer_plan(with_bf16_state(config), table)), bytes / 2);
+    EXPECT_EQ(optimizer_state_bytes(optimizer_plan(with_bf16_momentum(muon_config()), table)),
+              2 * matrices + 8 * others);
     // fc and fcproj need most: direction, result, and two Gram-sized matrices.
     EXPECT_EQ(optimizer_minimum_workspace(muon), 2 * 4 * 768 * 768 + 2 * 768 * 768u);
 }
@@ -1130,6 +1138,7 @@ TEST(Routing, IllegalSettingsAreRefused) {
     refused("--muon-ns-coefficients", [](OptimizerConfig& c) { c.muon_ns_coefficients = "2,-1.5,0.5"; });
     refused("--muon-ns-coefficients", [](OptimizerConfig& c) { c.muon_ns = "custom"; });
     refused("--state-dtype", [](OptimizerConfig& c) { c.state_dtype = Dtype::fp16; });
+    refused("--muon-state-dtype", [](OptimizerConfig& c) { c.muon_state_dtype = Dtype::fp16; });
     refused("--muon-ns", [](OptimizerConfig& c) { c.muon_ns = "quintic"; });
     refused("--muon-ns-steps", [](OptimizerConfig& c) { c.muon_ns_steps = 4; });
 
@@ -1957,6 +1966,34 @@ TEST(Bf16State, RandomBitsFollowStepAndPlace) {
                     << slot.parameter->name << " " << slot.block.name << " step " << step;
             }
         }
+    }
+}
+
+// Muon's momentum alone in bf16: the matrices are updated to the bits that bf16 state gives them, and AdamW's
+// tensors to those that fp32 state gives them, state and weights.
+TEST(Bf16State, MuonsAloneLeavesTheRestInFp32) {
+    const auto run = [](const OptimizerConfig& config) {
+        Trainer trainer(config);
+        for (unsigned step = 1; step <= 3; ++step) {
+            trainer.random_grads(70 * step);
+            trainer.step(0.01f, 0.5f);
+        }
+        std::vector<std::string> slots;
+        for (const OptimizerSlot& slot : trainer.optimizer.slots) {
+            const Matrix weights = trainer.read(trainer.params, slot);
+            slots.push_back(state_bytes(trainer, slot));
+            for (const double weight : weights.x) slots.back() += std::to_string(weight) + " ";
+        }
+        return slots;
+    };
+    OptimizerConfig fp32 = muon_config();
+    fp32.seed = 42;
+    const std::vector<std::string> full = run(fp32), half = run(with_bf16_state(muon_config())),
+                                   mixed = run(with_bf16_momentum(muon_config()));
+    const Optimizer plan = optimizer_plan(muon_config(), small_table());
+    for (size_t i = 0; i < plan.slots.size(); ++i) {
+        EXPECT_NE(full[i], half[i]);
+        EXPECT_EQ(mixed[i], plan.slots[i].muon ? half[i] : full[i]) << plan.slots[i].parameter->name;
     }
 }
 
