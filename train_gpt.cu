@@ -667,6 +667,10 @@ Run<Storage> set_up(const Start& start, Comm* comm) {
     if (run.options.virtual_ranks == 0) run.options.virtual_ranks = static_cast<size_t>(comm_ranks(comm));
     data_parallel_check(run.options.virtual_ranks, comm_ranks(comm));
     run.scaler = choose_scaler(run.options);
+    if (run.options.loss_scale != 0) {
+        console_line(run.console, "--loss-scale " + short_number(run.options.loss_scale) +
+                                      " is fixed: what over- or underflows with it is lost at every step");
+    }
     run.resumed = !start.checkpoint.folder.empty();
     const GptConfig config = open_data(run, start.checkpoint.folder);
     plan_steps(run);
@@ -1153,6 +1157,8 @@ void train(const Start& start, Comm* comm) {
 // Writes text to stdout as it is sampled: made fit for people on a terminal, byte for byte into a pipe.
 template <typename Storage>
 void generate_text(const GenerateOptions& o) {
+    if (!fs::is_directory(o.model))
+        fail("--model %s: must be a checkpoint or Hugging Face folder", o.model.c_str());
     const GptConfig config = huggingface_read_config(o.model);
     std::string tokenizer_path = o.tokenizer;
     if (tokenizer_path.empty() && fs::exists(o.model + "/tokenizer.json"))
