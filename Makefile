@@ -103,7 +103,7 @@ $(shell mkdir -p build; \
     line="#define MUGPT_GIT_COMMIT \"$$commit\""; \
     [ "$$(cat build/git_commit.h 2>/dev/null)" = "$$line" ] || echo "$$line" > build/git_commit.h)
 
-.PHONY: all cpu cuda sim program test tests bench clean
+.PHONY: all cpu cuda sim program reproduce test tests bench clean
 .SECONDARY:
 
 all: $(BACKEND)
@@ -112,6 +112,7 @@ cpu cuda sim:
 program: $(BUILD)/train_gpt
 	@$(if $(filter cpu cuda,$(notdir $(BUILD))),ln -sfn $(BUILD)/train_gpt train_gpt)
 tests: program $(TESTS:%=$(BUILD)/%)
+reproduce: program $(BUILD)/bench_throughput $(BUILD)/bench_plan  # what scripts/reproduce_98.sh runs
 
 LINK = @echo "link $@" && $(CXX) $(CXXFLAGS) $(LINK_FLAGS) -o $@ $^
 $(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(OBJECTS)
@@ -134,6 +135,12 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)
 	$(LINK) $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LIBS) $(LDFLAGS)
 $(BUILD)/dev/bench/%.o: FLAGS += $(if $(OPENBLAS),-DHAVE_OPENBLAS -isystem $(wildcard /usr/include/*/openblas-openmp))
 
+# A Muon whose Newton-Schulz is done eight times over: the verdicts of scripts/reproduce_98.sh must notice.
+$(BUILD)/handicap/optim/muon.o: FLAGS += -DMUGPT_HANDICAP_MUON=8
+$(BUILD)/bench_handicapped: $(BUILD)/dev/bench/bench_throughput.o $(BUILD)/handicap/optim/muon.o \
+        $(filter-out $(BUILD)/optim/muon.o,$(OBJECTS))
+	$(LINK) $(LIBS) $(LDFLAGS)
+
 # A .cu file is CUDA only below a folder and only for nvcc; to the host compiler it is C++.
 COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(CXX) $(CXXFLAGS) $(FLAGS) $(instrument)
 ifeq ($(BACKEND),cuda)
@@ -145,6 +152,8 @@ $(BUILD)/dev/test/%.o: dev/test/%.cu
 endif
 $(BUILD)/%.o: %.cu
 	$(COMPILE) -x c++ -c -o $@ $<
+$(BUILD)/handicap/%.o: %.cpp
+	$(COMPILE) -c -o $@ $<
 $(BUILD)/%.o: %.cpp
 	$(COMPILE) -c -o $@ $<
 $(BUILD)/cli/version.o: FLAGS += -DMUGPT_BACKEND='"$(BACKEND)"'

@@ -30,8 +30,8 @@
 #include "dist/layout.h"  // assign_owners
 #include "kernels/device.h"
 #include "kernels/error.h"
-#include "kernels/kernels.h"  // gemm_batched, for the matmul ceiling
-#include "kernels/tree.h"     // tree_fold
+#include "kernels/matmul_ceiling.h"
+#include "kernels/tree.h"  // tree_fold
 #include "model/checkpoint.h"
 #include "model/gpt.h"  // gpt_forward_backward
 #include "model/huggingface.h"
@@ -235,28 +235,6 @@ void plan_steps(Run<Storage>& run) {
     if (!run.warmup_given) o.schedule.warmup = std::min(o.schedule.warmup, o.steps / 10);
     if (o.schedule.warmup > o.steps) {
         fail("--warmup %zu: longer than the run of %zu steps", o.schedule.warmup, o.steps);
-    }
-}
-
-// FLOP/s of the best of a few products, the machine's own ceiling, which MFU is measured against. They are of
-// n x n matrices with the first n whose product lasts long enough to be timed, 1024 on a laptop.
-template <typename Storage>
-double measure_matmul_ceiling(Stream* stream) {
-    constexpr size_t largest = 8192;
-    constexpr double long_enough = 4e-3;  // seconds
-    for (size_t n = 256;; n *= 2) {
-        Storage* memory = static_cast<Storage*>(device_malloc(3 * n * n * sizeof(Storage), stream));
-        device_memset_zero(memory, 3 * n * n * sizeof(Storage), stream);
-        double best = INFINITY;
-        for (int i = 0; i < 4; i++) {  // the first also warms up
-            const double start = now_seconds();
-            gemm_batched<Storage>(memory, memory + n * n, memory + 2 * n * n, nullptr, false, true, n, n, n,
-                                  1, 0, 1, stream);
-            stream_synchronize(stream);
-            best = std::min(best, now_seconds() - start);
-        }
-        device_free(memory, stream);
-        if (best >= long_enough || n == largest) return 2.0 * static_cast<double>(n * n * n) / best;
     }
 }
 
