@@ -4,9 +4,10 @@
 #   scripts/gpu_check.sh [--out DIR] [--prebuilt DIR] [--size gpt2|tiny]
 #
 # Builds the CUDA programs (or takes those of --prebuilt DIR, made elsewhere by
-#     make BACKEND=cuda STATIC=1 ARCHS=all MARCH=x86-64-v3 tests build/cuda/bench_ops
+#     make BACKEND=cuda STATIC=1 ARCHS=all MARCH=x86-64-v3 tests reproduce build/cuda/bench_ops
 # so that this machine needs the driver and CUDA's libraries only), tests the instructions, the ops and the model
-# on the device, measures every op, and trains GPT-2 124M for a few steps in BF16 with each optimizer.
+# on the device, measures every op, trains GPT-2 124M for a few steps in BF16 with each optimizer, and checks the
+# project's claims by scripts/reproduce_98.sh, whose page is DIR/reproduce_98/report.html.
 # Writes DIR/report.txt, DIR/report.json and the output of each step; the default DIR is runs/gpu_check.
 # Ends with status 1 if a step failed; a step that cannot be done here is "skipped", never passed.
 # --size tiny shrinks the measurements, so that the script itself can be tested on the simulator.
@@ -81,9 +82,9 @@ finish() {
 }
 
 if [ -z "$prebuilt" ]; then
-    step_limit=600 step build make -j"$(nproc)" BACKEND=cuda program tests build/cuda/bench_ops || finish
+    step_limit=600 step build make -j"$(nproc)" BACKEND=cuda program tests reproduce build/cuda/bench_ops || finish
 else
-    for program in train_gpt $cuda_tests test_kernels test_gpt bench_ops; do
+    for program in train_gpt $cuda_tests test_kernels test_gpt bench_ops bench_throughput bench_plan; do
         [ -x "$programs/$program" ] || { echo "gpu_check.sh: --prebuilt $prebuilt: has no $program" >&2; exit 1; }
     done
 fi
@@ -133,4 +134,14 @@ for optimizer in adamw muon; do
     tr ',{}' '\n  ' <"$run.json" | sed 's/"//g' | grep -v '^ *$' | paste -sd' ' >"$run.summary"
     rm -rf "$run"/step_*
 done
+
+if command -v python3 >/dev/null; then
+    claims=gpu
+    [ "$size" = gpt2 ] || claims=tiny
+    step_limit=480 step reproduce_98 scripts/reproduce_98.sh --size "$claims" --programs "$programs" --out "$out/reproduce_98"
+    # Verdicts, whatever they are, are results, not failures of the check.
+    grep -E '^(confirmed|refuted|not measurable here) ' "$out/reproduce_98.txt" >"$out/train_claims.summary" || true
+else
+    skip reproduce_98 "no python3 on this machine"
+fi
 finish

@@ -77,8 +77,9 @@ run_command() {
 # Builds, or ends the run: nothing after it would mean much.
 build() { make -j"$jobs" "$@" || { failed=$((failed + 1)); finish; }; }
 
-build BACKEND=cpu tests
+build BACKEND=cpu tests reproduce build/cpu/bench_handicapped
 for test in $tests; do run_test "build/cpu/$test"; done
+run_command "test_reproduce.py: scripts/reproduce_98.sh" python3 dev/test/test_reproduce.py
 [ $fast -eq 0 ] || finish
 
 # The same tests under AddressSanitizer and UBSan. Programs end by exit() on bad input, so leaks are not
@@ -91,7 +92,7 @@ done
 
 # The CUDA sources in the simulator: the simulator's own tests, the instructions, every op under several
 # orders of threads, the model against PyTorch's numbers, training against the CPU's, and gpu_check.sh.
-build BACKEND=sim tests build/sim/bench_ops
+build BACKEND=sim tests reproduce build/sim/bench_ops
 for test in test_cudasim test_cublaslt test_nccl test_instructions test_cuda test_fused_linear; do
     run_test "build/sim/$test"
 done

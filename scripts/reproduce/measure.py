@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from sizes import ABLATION, ADAMW, CONTENDERS, FAST, MUON
+from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
 
 
 class Failed(Exception):
@@ -111,10 +111,10 @@ def summary(folder, command):
 
 def training_options(size, name, learning_rate, seed, steps, dtype="fp32", state="fp32"):
     """The options of a run; of two with other optimizers, what --optimizer and the variant say is all that
-    differs."""
+    differs. state: a name of STATES."""
     return (f"{size.model} {size.batch} --steps {steps} --lr {learning_rate:g} --seed {seed} --dtype {dtype} "
-            f"--state-dtype {state} --val-every {size.val_every} --val-tokens {size.val_tokens} "
-            f"--sample-tokens 0 --keep 1 --threads 1 {CONTENDERS[name]}")
+            f"--val-every {size.val_every} --val-tokens {size.val_tokens} --sample-tokens 0 --keep 1 --threads 1 "
+            f"{CONTENDERS[name]} {STATES[state]}")
 
 
 def training_run(bench, key, *arguments):
@@ -140,7 +140,7 @@ def bits(bench, name):
     """The same run in other ways; each must leave the same bits. Also what each rank sends in a step."""
     size, steps = bench.size, bench.size.bits_steps
     base = (f"{size.model} {size.bits_batch} --lr 4e-3 --val-every 0 --val-tokens {size.val_tokens // 8} "
-            f"--sample-tokens 0 --keep 1 --virtual-ranks 4 {CONTENDERS[name]}")
+            f"--sample-tokens 0 --virtual-ranks 4 {CONTENDERS[name]}")
     ways = {"first": "--threads 1", "again": "--threads 1", "2 threads": "--threads 2",
             "2 ranks": "--threads 1 --ranks 2", "4 ranks": "--threads 1 --ranks 4",
             "2 ranks, no overlap": "--threads 1 --ranks 2 --no-overlap"}
@@ -177,20 +177,24 @@ def resumed(bench, name, base, steps):
     return fingerprint(folder)
 
 
+# The optimizer's state in fp32, Muon's momentum in bf16, all of it in bf16.
+STATES = {"fp32": "", "momentum": "--muon-state-dtype bf16", "bf16": "--state-dtype bf16"}
+
+
 def plans(bench):
     """Memory and traffic by the program's own plans, of shapes that need not fit this machine."""
     result = {}
     for shape in bench.size.shapes:
         for name in (ADAMW, MUON):
-            for state in ("fp32", "bf16"):
+            for state, state_options in STATES.items():
                 for dtype in ("fp32", "bf16"):
                     for recompute in ("none", "block"):
-                        options = (f"--model {shape} --dtype {dtype} --state-dtype {state} --recompute {recompute} "
-                                   f"--reduce-dtype {dtype} {CONTENDERS[name]}")
+                        options = (f"--model {shape} --dtype {dtype} --recompute {recompute} --reduce-dtype {dtype} "
+                                   f"{CONTENDERS[name]} {state_options if name == MUON or state != 'momentum' else ''}")
                         said = bench.run([bench.programs / "bench_plan", "--", *options.split()])
                         result[f"{shape}/{name}/{dtype}/state {state}/recompute {recompute}"] = json.loads(said)
     # The trained size: what the allocator counted stands beside it in the runs.
-    for name in (ADAMW, MUON, FAST):
+    for name in (ADAMW, MUON, LEAN):
         if bench.size.model:
             options = f"{bench.size.model} {bench.size.batch} --vocab-size 257 {CONTENDERS[name]}"
             said = bench.run([bench.programs / "bench_plan", "--", *options.split()])

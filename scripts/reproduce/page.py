@@ -6,14 +6,14 @@ from html import escape
 
 import svg
 import verdicts
-from sizes import ABLATION, ADAMW, CONTENDERS, FAST, MUON
+from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
 
-COLOURS = {ADAMW: "adamw", MUON: "muon", FAST: "fast"}
+COLOURS = {ADAMW: "adamw", MUON: "muon", LEAN: "lean"}
 STYLE = """
 :root { color-scheme: light dark; --back: #fbfbf9; --text: #1d1f22; --soft: #5b6067; --rule: #d9dadb; --card: #fff;
-  --adamw: #2563b0; --muon: #c4550a; --fast: #2c7d3c; --good: #1c7a36; --bad: #b3261e; --open: #6a5a12; }
+  --adamw: #2563b0; --muon: #c4550a; --lean: #2c7d3c; --good: #1c7a36; --bad: #b3261e; --open: #6a5a12; }
 @media (prefers-color-scheme: dark) { :root { --back: #15171a; --text: #e6e7e8; --soft: #a4a9b0; --rule: #353a40;
-  --card: #1c1f23; --adamw: #7ab1f2; --muon: #f2a065; --fast: #7fcf8e; --good: #74cf8a; --bad: #f28b82;
+  --card: #1c1f23; --adamw: #7ab1f2; --muon: #f2a065; --lean: #7fcf8e; --good: #74cf8a; --bad: #f28b82;
   --open: #d8c165; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: var(--back); color: var(--text);
@@ -33,12 +33,12 @@ figcaption { font-size: 0.88em; margin: 0 0 6px; } svg { display: block; width: 
 svg text { font-size: 11.5px; fill: var(--text); } .grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
 .mark { stroke: var(--soft); stroke-dasharray: 4 3; } .line { fill: none; stroke-width: 2; } .whisker { stroke-width: 1.5; }
 .faint { stroke-width: 1; opacity: 0.35; } .adamw { stroke: var(--adamw); } .muon { stroke: var(--muon); }
-.fast { stroke: var(--fast); } .dot.adamw, .bar.adamw { fill: var(--adamw); } .dot.muon, .bar.muon { fill: var(--muon); }
-.dot.fast, .bar.fast { fill: var(--fast); } .bar { stroke: none; } .bar.half { fill: var(--muon); opacity: 0.55; }
+.lean { stroke: var(--lean); } .dot.adamw, .bar.adamw { fill: var(--adamw); } .dot.muon, .bar.muon { fill: var(--muon); }
+.dot.lean, .bar.lean { fill: var(--lean); } .bar { stroke: none; } .bar.half { fill: var(--muon); opacity: 0.55; }
 .legend span { margin-right: 14px; white-space: nowrap; } .legend i { display: inline-block; width: 14px; height: 4px;
   margin: 0 5px 3px 0; border-radius: 2px; background: currentColor; } .legend span { color: var(--text); }
 .legend .adamw i { background: var(--adamw); } .legend .muon i { background: var(--muon); }
-.legend .fast i { background: var(--fast); } .wide { overflow-x: auto; } details { margin: 10px 0; }
+.legend .lean i { background: var(--lean); } .wide { overflow-x: auto; } details { margin: 10px 0; }
 @media (max-width: 760px) { .claims thead { display: none; } .claims tr { display: block; border-top: 2px solid var(--rule);
   padding: 8px 0; } .claims td { display: block; border: 0; padding: 2px 0; } .claims td:first-child { font-weight: 700; }
   .claims td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); font-weight: 400; }
@@ -125,7 +125,7 @@ def throughput_plot(size, results):
         if len(points) < 2:
             continue
         series = []
-        for name in (MUON, FAST):
+        for name in (MUON, LEAN):
             ratios = [(point["tokens_per_step"], verdicts.by_blocks(point, name)) for point in points]
             series.append(svg.Series(name, COLOURS[name], [(tokens, 100 * r.middle, 100 * r.low, 100 * r.high)
                                                            for tokens, r in ratios], dots=True))
@@ -137,7 +137,7 @@ def throughput_plot(size, results):
 
 
 def loss_plots(size, results):
-    found = {name: verdicts.at_best_rate(size, results, name) for name in (ADAMW, MUON, FAST)}
+    found = {name: verdicts.at_best_rate(size, results, name) for name in (ADAMW, MUON, LEAN)}
     drawings, tokens = [], int(size.batch.split()[-1])
     for column, label, factor in ((0, "tokens", tokens), (2, "seconds of training", 1)):
         series, ends = [], []
@@ -180,12 +180,12 @@ def memory_plot(size, results):
         groups = []
         for shape in size.shapes:
             of = lambda name, state: plans[f"{shape}/{name}/fp32/state {state}/recompute {recompute}"][key]
-            adamw, muon, half = of(ADAMW, "fp32"), of(MUON, "fp32"), of(MUON, "bf16")
+            adamw, muon, half = of(ADAMW, "fp32"), of(MUON, "fp32"), of(MUON, "momentum")
             share = lambda value: f"{gigabytes(value)}, {100 * (value / adamw - 1):.1f} %"
             groups.append((size.shape_names[shape], [("AdamW", "adamw", adamw, gigabytes(adamw)),
                                                      ("Muon", "muon", muon, share(muon)),
                                                      ("Muon, bf16", "half", half, share(half))]))
-        drawings.append(figure(f"{caption}: AdamW, Muon, and (pale) Muon with `--state-dtype bf16`.",
+        drawings.append(figure(f"{caption}: AdamW, Muon, and (pale) Muon with `--muon-state-dtype bf16`.",
                                svg.bars(caption, groups, "bytes, by plan")))
     return "".join(drawings)
 
@@ -210,8 +210,8 @@ def traffic_plot(size, results):
 
 
 def memory_table(size, results):
-    head = ["model", "types", "AdamW's state", "Muon's state", "Muon, bf16 state", "all: Muon", "all: Muon, bf16 state",
-            "largest micro-batch in 24 GiB: AdamW, Muon, Muon bf16 state"]
+    head = ["model", "types", "AdamW's state", "Muon's state", "Muon, bf16 momentum", "all: Muon", "all: Muon, bf16 momentum",
+            "largest micro-batch in 24 GiB: AdamW, Muon, Muon bf16 momentum"]
     plans, rows = results.get("memory/plans"), []
     if not plans or "failed" in plans:
         return head, rows
@@ -219,7 +219,7 @@ def memory_table(size, results):
         for dtype in ("fp32", "bf16"):
             for recompute in ("none", "block"):
                 of = lambda name, state: plans[f"{shape}/{name}/{dtype}/state {state}/recompute {recompute}"]
-                three = [of(ADAMW, "fp32"), of(MUON, "fp32"), of(MUON, "bf16")]
+                three = [of(ADAMW, "fp32"), of(MUON, "fp32"), of(MUON, "momentum")]
                 state, whole = ([one[key] for one in three] for key in ("optimizer_state_bytes", "all_bytes"))
                 less = lambda values, i: f"{100 * (values[i] / values[0] - 1):.1f} %"
                 rows.append([size.shape_names[shape], dtype + ("" if recompute == "none" else ", --recompute block"),
@@ -251,7 +251,7 @@ def convergence_table(size, results):
     rows, best = [], verdicts.best_rate(size, results, ADAMW)
     reference = verdicts.at_best_rate(size, results, ADAMW)
     own = verdicts.best_rate(size, results, MUON)
-    for name, rate in dict.fromkeys([(ADAMW, best), (MUON, best), (FAST, best), (MUON, own)]):
+    for name, rate in dict.fromkeys([(ADAMW, best), (MUON, best), (LEAN, best), (MUON, own)]):
         runs = verdicts.runs_of(results, name, rate, size.steps, seeds=size.seeds)
         differences = verdicts.paired(runs, reference)
         if differences:
@@ -329,7 +329,7 @@ def html_report(size, results, rows):
     for title, words, plots, tables in sections(size, results):
         body.append(f"<h2>{title}</h2><p class='soft'>{marked_up(words)}</p>")
         if plots:
-            body.append(legend((ADAMW, MUON, FAST)) + f'<div class="plots">{plots}</div>')
+            body.append(legend((ADAMW, MUON, LEAN)) + f'<div class="plots">{plots}</div>')
         for caption, head, lines in tables:
             body.append((f"<h3>{escape(caption)}</h3>" if caption and lines else "") + (table(head, lines) if lines else ""))
     commands = "".join(f"<p><code>{escape(command)}</code></p>" for command in command_lines(size, results))

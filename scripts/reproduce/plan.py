@@ -6,7 +6,7 @@ from typing import Callable
 
 import measure
 import verdicts
-from sizes import ABLATION, ADAMW, FAST, MUON
+from sizes import ABLATION, ADAMW, LEAN, MUON
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Task:
 def throughput_tasks(bench):
     tasks = []
     for curve in bench.size.throughput:
-        names = (ADAMW, MUON, FAST)
+        names = (ADAMW, MUON, LEAN)
         for difficulty, blocks in curve.points:
             def work(curve=curve, difficulty=difficulty, blocks=blocks):
                 return measure.throughput(bench, curve, difficulty, blocks, names)
@@ -54,15 +54,14 @@ def sweep(size):
 def convergence(size, results):
     """At AdamW's best learning rate, all; and Muon also at its own best."""
     rate, own = verdicts.best_rate(size, results, ADAMW), verdicts.best_rate(size, results, MUON)
-    names = [(ADAMW, rate), (MUON, rate), (FAST, rate), (MUON, own)]
+    names = [(ADAMW, rate), (MUON, rate), (LEAN, rate), (MUON, own)]
     return [(name, at, seed, size.steps) for name, at in names for seed in size.seeds]
 
 
 def precision(size, results):
     rate = verdicts.best_rate(size, results, ADAMW)
-    types = [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16")]
     return [(name, rate, seed, size.precision_steps, dtype, state)
-            for name in (ADAMW, MUON) for dtype, state in types for seed in size.seeds]
+            for name in (ADAMW, MUON) for dtype, state in verdicts.precision_types(name) for seed in size.seeds]
 
 
 def stages(bench, results):
@@ -83,5 +82,5 @@ def total_weight(bench):
     total = sum(task.weight for task in throughput_tasks(bench)) + 5 if size.wants("throughput") else 5
     if size.wants("training"):
         counted = len(sweep(size)) + 2 * len(size.seeds) + 2 * (len(size.seeds) - 1)
-        total += 0.35 * (counted * size.steps + 8 * len(size.seeds) * size.precision_steps)
+        total += 0.35 * (counted * size.steps + 7 * len(size.seeds) * size.precision_steps)
     return total + (40 if size.wants("bits") else 0)

@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from sizes import ABLATION, ADAMW, CONTENDERS, FAST, MUON
+from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
 
 CONFIRMED, REFUTED, UNMEASURED = "confirmed", "refuted", "not measurable here"
 
@@ -87,8 +87,6 @@ def judge_point(point, name, gate):
 
 def all_of(verdicts):
     """Of several gates: one that is missed refutes."""
-    if not verdicts:
-        return UNMEASURED
     for verdict in (REFUTED, UNMEASURED):
         if verdict in verdicts:
             return verdict
@@ -103,7 +101,8 @@ def gates_of(size, results):
 
 
 def judge_throughput(size, results, name):
-    return all_of([judge_point(point, name, gate)[0] for point, gate in gates_of(size, results)])
+    found = [judge_point(point, name, gate)[0] for point, gate in gates_of(size, results)]
+    return all_of(found + [UNMEASURED] * (len(size.gates) - len(found)))
 
 
 def share(point, name):
@@ -126,9 +125,9 @@ def throughput(size, results):
     verdict = judge_throughput(size, results, MUON)
     note = "Default settings. "
     if verdict != CONFIRMED:
-        fast = judge_throughput(size, results, FAST)
-        texts = "; ".join(point_text(point, FAST, gate) for point, gate in gates)
-        note += f"{fast.capitalize()} with `{CONTENDERS[FAST]}`: {texts}. "
+        lean = judge_throughput(size, results, LEAN)
+        texts = "; ".join(point_text(point, LEAN, gate) for point, gate in gates)
+        note += f"{lean.capitalize()} with `{CONTENDERS[LEAN]}`: {texts}. "
     note += same_settings(size, results)
     if gates[0][0]["device"].startswith("CPU"):
         note += (" On a CPU Newton-Schulz runs at the model's own rate, so that at 5 % of the FLOPs dense products "
@@ -143,7 +142,7 @@ def throughput(size, results):
 def same_settings(size, results):
     """Convergence and memory of the settings whose throughput a row names."""
     texts = []
-    for name in (MUON, FAST):
+    for name in (MUON, LEAN):
         loss, state = loss_difference(size, results, name), trained_state(results, name)
         if loss is not None and state is not None:
             texts.append(f"{name}: final loss {loss:+.2f} % of AdamW's, optimizer state {state:+.1f} %")
@@ -283,6 +282,13 @@ def one_line(size, results):
                    "confirmed where no seed is worse at AdamW's best")
 
 
+def precision_types(name):
+    """Types of weights and activations, and of the state, by their names in the runs' keys; the first is what the
+    others are compared with."""
+    types = [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32")]
+    return types + [("fp32", "momentum")] if name == MUON else types
+
+
 def precision_rows(size, results):
     """(optimizer, dtype, state, mean difference from fp32, two standard deviations of fp32's losses, skipped)."""
     rate, rows = best_rate(size, results, ADAMW), []
@@ -293,7 +299,7 @@ def precision_rows(size, results):
             continue
         finals = [run["final"] for run in reference.values()]
         noise = 2 * statistics.stdev(finals) / statistics.mean(finals)
-        for dtype, state in (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16")):
+        for dtype, state in precision_types(name)[1:]:
             runs = of(name, dtype, state)
             differences = paired(runs, reference)
             if len(differences) == len(reference):
@@ -333,10 +339,10 @@ def state(size, results):
         return Verdict("state", claim, NO_SOURCE, "nothing", UNMEASURED, "no plans")
     values = {size.shape_names[shape]: saved(plans, shape, "optimizer_state_bytes") for shape in size.shapes}
     verdict = CONFIRMED if max(values.values()) <= -0.5 else REFUTED
-    bf16 = [saved(plans, shape, "optimizer_state_bytes", muon_state="bf16") for shape in size.shapes]
-    note = f"{CONFIRMED.capitalize() if max(bf16) <= -0.5 else REFUTED.capitalize()} with `--state-dtype bf16`, against " \
-           f"AdamW's fp32 state: {100 * bf16[0]:.1f} to {100 * bf16[-1]:.1f} %. With equal types on both sides the " \
-           "shares are as with fp32."
+    bf16 = [saved(plans, shape, "optimizer_state_bytes", muon_state="momentum") for shape in size.shapes]
+    note = (f"{(CONFIRMED if max(bf16) <= -0.5 else REFUTED).capitalize()} with `--muon-state-dtype bf16`, all else of "
+            f"both optimizers in fp32: {100 * bf16[0]:.1f} to {100 * bf16[-1]:.1f} %. With `--state-dtype bf16` on both "
+            "sides the shares are as in fp32.")
     measured = ", ".join(f"{100 * value:.1f} % ({name})" for name, value in values.items())
     return Verdict("state", claim, NO_SOURCE + "; DeepSpeed: roughly -45 %", measured, verdict,
                    "bytes of the optimizer's arena at GPT-2's shapes, both in fp32, by the plan that is allocated", note)
