@@ -131,8 +131,11 @@ $(simulator_tests:%=$(BUILD)/%): $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o \
 
 # OpenBLAS is a yardstick in the benchmarks only; its OpenMP build, by rpath, shares our threads.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-openmp))
+LINK_BENCH = $(LINK) $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LIBS) $(LDFLAGS)
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS)
-	$(LINK) $(if $(OPENBLAS),-L$(OPENBLAS) -Wl$(,)-rpath$(,)$(OPENBLAS) -lopenblas) $(LIBS) $(LDFLAGS)
+	$(LINK_BENCH)
+$(BUILD)/train_step: $(BUILD)/dev/bench/train_step.o $(OBJECTS)
+	$(LINK_BENCH)
 $(BUILD)/dev/bench/%.o: FLAGS += $(if $(OPENBLAS),-DHAVE_OPENBLAS -isystem $(wildcard /usr/include/*/openblas-openmp))
 
 # A Muon whose Newton-Schulz is done eight times over: the verdicts of scripts/reproduce_98.sh must notice.

@@ -3,11 +3,11 @@
 // all of them, and are compared by the ratios of medians to the dense variant.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <string>
 #include <vector>
 
+#include "dev/bench/timing.h"
 #include "kernels/device.h"
 #include "kernels/error.h"
 #include "model/gpt.h"
@@ -31,15 +31,6 @@ const std::vector<Variant> variants = {{"dense", "polar-express", NewtonSchulzVa
                                        {"gram", "polar-express", NewtonSchulzVariant::gram},
                                        {"dense cubic5", "cubic5", NewtonSchulzVariant::dense},
                                        {"gram cubic5", "cubic5", NewtonSchulzVariant::gram}};
-
-double now_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double median(std::vector<double> samples) {
-    std::sort(samples.begin(), samples.end());
-    return samples[samples.size() / 2];
-}
 
 // Arenas of the table's size, with gradients that are no two alike.
 struct Arenas {

@@ -2,7 +2,6 @@
 // could do, measured in the same run: copying for memory, a large product for FLOPs. See op_costs.h.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "dev/bench/op_costs.h"
+#include "dev/bench/timing.h"
 #include "kernels/device.h"
 #include "kernels/error.h"
 #include "kernels/kernels.h"
@@ -79,20 +79,19 @@ private:
 
 // Seconds of one call: the median of samples, each of so many calls that it lasts long enough.
 double seconds_a_call(const std::function<void()>& work, const Settings& settings, Stream* stream) {
-    const auto seconds_of = [&](size_t calls) {
-        const auto start = std::chrono::steady_clock::now();
-        for (size_t i = 0; i < calls; i++) work();
-        stream_synchronize(stream);
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const auto seconds_of_calls = [&](size_t calls) {
+        return seconds_of([&] {
+            for (size_t i = 0; i < calls; i++) work();
+            stream_synchronize(stream);
+        });
     };
-    seconds_of(1);  // takes scratch memory, chooses algorithms
-    const double once = seconds_of(1);
+    seconds_of_calls(1);  // takes scratch memory, chooses algorithms
+    const double once = seconds_of_calls(1);
     const size_t calls = static_cast<size_t>(std::clamp(settings.sample_ms * 1e-3 / once, 1.0, 1000.0));
     std::vector<double> samples;
     for (int i = 0; i < settings.samples; i++)
-        samples.push_back(seconds_of(calls) / static_cast<double>(calls));
-    std::sort(samples.begin(), samples.end());
-    return samples[samples.size() / 2];
+        samples.push_back(seconds_of_calls(calls) / static_cast<double>(calls));
+    return median(samples);
 }
 
 template <typename Storage>
