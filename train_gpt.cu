@@ -38,6 +38,7 @@
 #include "model/sample.h"
 #include "optim/grad_clip.h"
 #include "optim/loss_scaler.h"
+#include "optim/lr_adapt.h"
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
 
@@ -100,10 +101,12 @@ struct Run {
     Optimizer optimizer;
     Ownership ownership;  // which blocks this rank updates
     DataParallel parallel;
-    LossScaler scaler;            // stays at 1 but for fp16
-    double* norm_sums = nullptr;  // device, one a block
-    std::vector<double> squares;  // of the last step's gradients, by block
-    size_t T = 0;                 // tokens a row
+    LossScaler scaler;                 // stays at 1 but for fp16
+    double* norm_sums = nullptr;       // device, one a block
+    std::vector<double> squares;       // of the last step's gradients, by block
+    std::vector<double> leaf_squares;  // with --lr-adapt: of its leaves' gradients, all leaves together
+    LrAdapt lr_adapt;
+    size_t T = 0;  // tokens a row
     size_t micro_batches_per_step = 0;
     bool resumed = false;              // from a checkpoint
     std::string last_checkpoint;       // its folder; "" before the first
@@ -360,6 +363,7 @@ template <typename Storage>
 std::string memory_table(const Run<Storage>& run) {
     const Gpt<Storage>& model = run.model;
     const size_t muon = muon_state_bytes(run.optimizer), blocks = table_blocks(model.table);
+    const size_t squared_leaves = run.options.lr_adapt ? run.parallel.own_leaves : 0;
     const std::string recompute = run.values["recompute"];
     std::string activations = "activations and optimizer's work, --recompute " + recompute;
     if (model.recompute != Recompute::none) {
@@ -381,7 +385,7 @@ std::string memory_table(const Run<Storage>& run) {
     add("sums of earlier leaves (fp32)", run.parallel.kept_bytes);
     add("gradients on their way", run.parallel.staging_bytes);
     add("sums of blocks, lists of the optimizer",
-        blocks * sizeof(double) + optimizer_lists_bytes(run.optimizer));
+        (1 + squared_leaves) * blocks * sizeof(double) + optimizer_lists_bytes(run.optimizer));
     add("scratch of the ops", device_scratch_bytes(run.stream));
     add("all", device_allocated_bytes(run.stream));
     return boxed_table(rows);
@@ -572,11 +576,12 @@ void create_model(Run<Storage>& run, const GptConfig& config) {
     run.model = gpt_create<Storage>(config, o.batch_size, run.T, true, o.recompute, workspace, run.stream,
                                     &run.ownership);
     run.optimizer = optimizer_create(o.optimizer, run.model.table, run.stream, &run.ownership);
-    run.parallel =
-        data_parallel_create(run.comm, run.model.table, gpt_stages(config), run.ownership,
-                             {o.virtual_ranks, o.reduce_dtype, !o.no_overlap}, run.device(), run.stream);
+    run.parallel = data_parallel_create(run.comm, run.model.table, gpt_stages(config), run.ownership,
+                                        {o.virtual_ranks, o.reduce_dtype, !o.no_overlap, o.lr_adapt},
+                                        run.device(), run.stream);
     run.norm_sums =
         static_cast<double*>(device_malloc(table_blocks(run.model.table) * sizeof(double), run.stream));
+    if (o.lr_adapt) run.lr_adapt = lr_adapt_create(table_blocks(run.model.table));
     run.flops_per_token = gpt_flops_per_token(config, run.T);
     run.inputs.resize(o.batch_size * run.T);
     run.targets.resize(o.batch_size * run.T);
@@ -617,11 +622,26 @@ void take_up(Run<Storage>& run, const Start& start) {
     run.micro_batches = 0;
 }
 
-// The weights that a run starts with; a resumed run has optimizer state too.
+// The averages of --lr-adapt; a checkpoint of a run without it has none.
+json lr_adapt_json(const LrAdapt& adapt) {
+    return {{"steps", adapt.steps}, {"fast", adapt.fast}, {"slow", adapt.slow}};
+}
+
+void lr_adapt_restore(LrAdapt& adapt, const json& saved, const std::string& folder) {
+    LrAdapt restored = {saved.at("steps"), saved.at("fast"), saved.at("slow")};
+    if (restored.fast.size() != adapt.fast.size() || restored.slow.size() != adapt.slow.size())
+        fail("%s: state.json's lr_adapt is of another model", folder.c_str());
+    adapt = std::move(restored);
+}
+
+// The weights that a run starts with; a resumed run has the optimizer's state too.
 template <typename Storage>
-void load_weights(Run<Storage>& run, const FoundCheckpoint& start) {
+void load_weights(Run<Storage>& run, const Start& from) {
+    const FoundCheckpoint& start = from.checkpoint;
     if (run.resumed) {
         checkpoint_load(start.folder, run.model, run.optimizer, run.stream);
+        if (run.options.lr_adapt && from.saved.contains("lr_adapt"))
+            lr_adapt_restore(run.lr_adapt, from.saved["lr_adapt"], start.folder);
     } else if (!fs::is_directory(run.options.model)) {
         gpt_initialize(run.model, run.options.seed, run.stream);
     } else {
@@ -644,6 +664,11 @@ Run<Storage> set_up(const Start& start, Comm* comm) {
     run.warmup_given = start.command.given.contains("warmup");
     if (run.options.virtual_ranks == 0) run.options.virtual_ranks = static_cast<size_t>(comm_ranks(comm));
     data_parallel_check(run.options.virtual_ranks, comm_ranks(comm));
+    if (run.options.lr_adapt && run.options.virtual_ranks < 2) {
+        fail(
+            "--lr-adapt: compares the gradients of 2 or more virtual ranks, and there is 1; --virtual-ranks 2 "
+            "would cut a step in two");
+    }
     run.scaler = choose_scaler(run.options);
     if (run.options.loss_scale != 0) {
         console_line(run.console, "--loss-scale " + short_number(run.options.loss_scale) +
@@ -656,7 +681,7 @@ Run<Storage> set_up(const Start& start, Comm* comm) {
     check_ranks_agree(run);
     if (run.resumed) take_up(run, start);
     create_model(run, config);
-    load_weights(run, start.checkpoint);
+    load_weights(run, start);
     return run;
 }
 
@@ -668,8 +693,9 @@ struct StepResult {
     double seconds, optimizer_seconds;
     double loss_scale;
     double comm_seconds;
-    BytesSent bytes_sent;     // by this rank
-    uint64_t orthogonalized;  // matrices, by all ranks
+    BytesSent bytes_sent;               // by this rank
+    uint64_t orthogonalized;            // matrices, by all ranks
+    std::vector<float> lr_multipliers;  // of --lr-adapt, by block
     bool skipped;
     bool hopeless;  // skipped, and no smaller loss scale could help
 };
@@ -706,19 +732,28 @@ double train_leaf(Run<Storage>& run, size_t leaf, float loss_scale) {
 
 // The step's gradients, summed over all leaves, on the owners of their blocks. Returns the sum of the token
 // losses of all ranks, and leaves the squares of all blocks: leaf by leaf and block by block, so that neither
-// depends on how many ranks there are.
+// depends on how many ranks there are. With --lr-adapt each rank's sums over its leaves come along.
 template <typename Storage>
 double sum_gradients(Run<Storage>& run, float loss_scale) {
     const size_t leaves = run.options.virtual_ranks, blocks = table_blocks(run.model.table);
-    std::vector<double> values(leaves + blocks);
+    const auto ranks = static_cast<size_t>(comm_ranks(run.comm)),
+               rank = static_cast<size_t>(comm_rank(run.comm));
+    std::vector<double> values(leaves + blocks + (run.options.lr_adapt ? ranks * blocks : 0));
+    const auto squares = values.begin() + static_cast<std::ptrdiff_t>(leaves);
+    const auto of_ranks = squares + static_cast<std::ptrdiff_t>(blocks);
     for (size_t leaf = 0; leaf < run.parallel.own_leaves; leaf++)
         values[run.parallel.first_leaf + leaf] = train_leaf(run, leaf, loss_scale);
     run.micro_batches += run.micro_batches_per_step;
     finish_reduction(run.parallel);
     run.squares = block_squares(run.model.grads, run.model.table, run.ownership, run.norm_sums, run.stream);
-    std::copy(run.squares.begin(), run.squares.end(), values.begin() + static_cast<std::ptrdiff_t>(leaves));
+    std::copy(run.squares.begin(), run.squares.end(), squares);
+    if (run.options.lr_adapt) {
+        const std::vector<double> own = own_leaf_squares(run.parallel);
+        std::copy(own.begin(), own.end(), of_ranks + static_cast<std::ptrdiff_t>(rank * blocks));
+    }
     comm_sum(run.comm, values.data(), values.size());
-    run.squares.assign(values.begin() + static_cast<std::ptrdiff_t>(leaves), values.end());
+    run.squares.assign(squares, of_ranks);
+    if (run.options.lr_adapt) run.leaf_squares = sum_leaf_squares({of_ranks, values.end()}, ranks);
     return tree_fold<double>(static_cast<unsigned>(leaves), [&](unsigned leaf) { return values[leaf]; });
 }
 
@@ -731,6 +766,16 @@ uint64_t sum_counters(Run<Storage>& run, uint64_t degenerate_before, uint64_t or
     comm_sum(run.comm, counts, 2);
     optimizer.degenerate_updates = degenerate_before + static_cast<uint64_t>(counts[0]);
     return static_cast<uint64_t>(counts[1]);
+}
+
+// Gives each slot, which are one a block, the learning rate that the agreement of the leaves allows.
+template <typename Storage>
+std::vector<float> adapt_rates(Run<Storage>& run) {
+    if (!run.options.lr_adapt) return {};
+    const std::vector<float> multipliers =
+        lr_adapt_step(run.lr_adapt, run.leaf_squares, run.squares, run.options.virtual_ranks);
+    for (size_t i = 0; i < multipliers.size(); i++) run.optimizer.slots[i].lr_factor = multipliers[i];
+    return multipliers;
 }
 
 // Forward and backward over the step's micro-batches, then clip and update. A gradient that is not finite
@@ -758,6 +803,7 @@ StepResult train_step(Run<Storage>& run) {
         const float grad_scale = clip_factor(result.grad_norm, o.grad_clip) / scale;
         const uint64_t degenerate = run.optimizer.degenerate_updates,
                        orthogonalized = run.optimizer.orthogonalized;
+        result.lr_multipliers = adapt_rates(run);
         update_weights(run, result.lr, grad_scale);
         gather_weights(run.parallel, run.model.params);
         result.orthogonalized = sum_counters(run, degenerate, orthogonalized);
@@ -887,12 +933,13 @@ void save(Run<Storage>& run) {
         fail("step %lu: %s has a weight that is not finite, and is not saved; %s (a lower --lr may help)",
              run.step, name.c_str(), what_is_saved(run).c_str());
     }
-    const json state = {{"options", run.values},
-                        {"micro_batches", run.micro_batches},
-                        {"skipped", run.skipped},
-                        {"loss_scale", run.scaler.scale},
-                        {"loss_scale_good_steps", run.scaler.good_steps},
-                        {"data", loader_fingerprint(run.train)}};
+    json state = {{"options", run.values},
+                  {"micro_batches", run.micro_batches},
+                  {"skipped", run.skipped},
+                  {"loss_scale", run.scaler.scale},
+                  {"loss_scale_good_steps", run.scaler.good_steps},
+                  {"data", loader_fingerprint(run.train)}};
+    if (run.options.lr_adapt) state["lr_adapt"] = lr_adapt_json(run.lr_adapt);
     const CheckpointRanks ranks = {comm_rank(run.comm), [&run] {
                                        double nothing = 0;
                                        comm_sum(run.comm, &nothing, 1);
@@ -919,26 +966,33 @@ json bytes_json(const BytesSent& bytes) {
     return result;
 }
 
+std::vector<double> least_mean_most(const std::vector<float>& values) {
+    const auto [least, most] = std::minmax_element(values.begin(), values.end());
+    const double sum = std::accumulate(values.begin(), values.end(), 0.0);
+    return {*least, sum / static_cast<double>(values.size()), *most};
+}
+
 template <typename Storage>
 void report_step(Run<Storage>& run, const StepResult& result, double loop_start) {
     const double tokens_per_second = static_cast<double>(run.options.tokens_per_step) / result.seconds;
     const double mfu = run.flops_per_token * tokens_per_second / run.matmul_ceiling;
-    run_log_write(run.log, "train", run.step,
-                  {{"loss", result.loss},
-                   {"grad_norm", result.grad_norm},
-                   {"lr", result.lr},
-                   {"tokens_per_second", tokens_per_second},
-                   {"ms", 1e3 * result.seconds},
-                   {"optimizer_ms", 1e3 * result.optimizer_seconds},
-                   {"comm_ms", 1e3 * result.comm_seconds},
-                   {"mfu", mfu},
-                   {"bytes_sent", result.bytes_sent.total()},
-                   {"bytes_sent_as", bytes_json(result.bytes_sent)},
-                   {"orthogonalized", result.orthogonalized},
-                   {"peak_bytes", device_peak_bytes(run.stream)},
-                   {"loss_scale", result.loss_scale},
-                   {"skipped", run.skipped},
-                   {"degenerate_updates", run.optimizer.degenerate_updates}});
+    json line = {{"loss", result.loss},
+                 {"grad_norm", result.grad_norm},
+                 {"lr", result.lr},
+                 {"tokens_per_second", tokens_per_second},
+                 {"ms", 1e3 * result.seconds},
+                 {"optimizer_ms", 1e3 * result.optimizer_seconds},
+                 {"comm_ms", 1e3 * result.comm_seconds},
+                 {"mfu", mfu},
+                 {"bytes_sent", result.bytes_sent.total()},
+                 {"bytes_sent_as", bytes_json(result.bytes_sent)},
+                 {"orthogonalized", result.orthogonalized},
+                 {"peak_bytes", device_peak_bytes(run.stream)},
+                 {"loss_scale", result.loss_scale},
+                 {"skipped", run.skipped},
+                 {"degenerate_updates", run.optimizer.degenerate_updates}};
+    if (run.options.lr_adapt) line["lr_multiplier"] = least_mean_most(result.lr_multipliers);
+    run_log_write(run.log, "train", run.step, line);
     run_log_train_line(run.log, run.step, result.loss, result.lr, result.grad_norm);
     if (run.step % run.options.log_every != 0 && run.step != run.options.steps) return;
     const double per_step = (now_seconds() - loop_start) / static_cast<double>(run.step - run.first_step);

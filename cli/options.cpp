@@ -270,6 +270,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_number(*app, "--eps", o.optimizer.eps, "AdamW's epsilon (PyTorch)", group);
     add_number(*app, "--grad-clip", o.grad_clip, 0, 1e30,
                "largest global gradient norm (llm.c, nanoGPT); 0: no clipping", group);
+    app->add_flag("--lr-adapt", o.lr_adapt,
+                  "scale each matrix's learning rate, from half to double, by how well the virtual ranks' "
+                  "gradients agree compared with before; needs 2 or more of them")
+        ->group(group);
 
     group = "Muon";
     add_choice(*app, "--muon-preset", o.muon_preset, muon_presets,

@@ -36,6 +36,7 @@ struct TrainOptions {
     ScheduleConfig schedule;
     double lr_embedding = 0, lr_head = 0, lr_scalar = 0, lr_muon = 0;  // peaks; 0: as schedule.lr
     double grad_clip = 1.0;
+    bool lr_adapt = false;
     MuonPreset muon_preset = MuonPreset::drop_in;
     bool muon_split_qkv = true;
     size_t muon_qk_group = 0;  // heads; 0: all

@@ -8,6 +8,7 @@
 #include "kernels/error.h"
 #include "kernels/kernels.h"
 #include "kernels/tree.h"
+#include "optim/grad_clip.h"
 
 void data_parallel_check(size_t leaves, int ranks) {
     const auto R = static_cast<size_t>(ranks);
@@ -197,6 +198,10 @@ DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
         sums = static_cast<float*>(device_malloc(dp.elements * sizeof(float), stream));
         dp.kept_bytes += dp.elements * sizeof(float);
     }
+    if (config.leaf_squares) {
+        const size_t bytes = dp.own_leaves * table_blocks(table) * sizeof(double);
+        dp.leaf_squares = static_cast<double*>(device_malloc(bytes, stream));
+    }
     if (ranks == 1) {
         dp.transfers = stream;
         return dp;
@@ -225,6 +230,7 @@ DataParallel data_parallel_create(Comm* comm, const ParameterTable& table,
 
 void data_parallel_destroy(DataParallel& dp) {
     for (float* sums : dp.kept) device_free(sums, dp.compute);
+    device_free(dp.leaf_squares, dp.compute);
     for (void* memory :
          {dp.outgoing, dp.incoming, static_cast<void*>(dp.sums), static_cast<void*>(dp.incoming_sums)})
         device_free(memory, dp.compute);
@@ -242,6 +248,18 @@ namespace {
 
 void round_leaf(const DataParallel& dp, float* grads, size_t elements, Stream* stream) {
     if (dp.config.reduce_dtype == Dtype::bf16) round_through<bf16_t>(grads, elements, stream);
+}
+
+// Queues the squares of a leaf's blocks in a range of parameters, whose gradients are complete.
+void square_leaf(const DataParallel& dp, size_t leaf, const ParameterRange& range, const float* grads) {
+    if (dp.leaf_squares == nullptr) return;
+    double* squares = dp.leaf_squares + leaf * table_blocks(*dp.table);
+    const Parameter* first = dp.table->data() + range.first_parameter;
+    const Parameter* end = dp.table->data() + range.end_parameter;
+    for_blocks(*dp.table, [&](const Parameter& parameter, const Block& block, size_t number) {
+        if (&parameter >= first && &parameter < end)
+            block_square(squares + number, grads, parameter, block, dp.compute);
+    });
 }
 
 // Where a chunk's blocks are staged that this rank's group adds up for all groups' owners at one place: owner
@@ -322,6 +340,7 @@ void add_between_groups(DataParallel& dp, const Chunk& chunk, float* grads) {
 }  // namespace
 
 void keep_leaf(DataParallel& dp, size_t leaf, float* grads) {
+    square_leaf(dp, leaf, {0, dp.table->size()}, grads);
     round_leaf(dp, grads, dp.elements, dp.compute);
     size_t level = 0;
     for (; leaf >> level & 1; level++) add(grads, dp.kept[level], grads, dp.elements, dp.compute);
@@ -329,6 +348,7 @@ void keep_leaf(DataParallel& dp, size_t leaf, float* grads) {
 }
 
 void reduce_stage(DataParallel& dp, size_t stage, float* grads) {
+    square_leaf(dp, dp.own_leaves - 1, dp.stages[stage], grads);
     if (dp.transfers != dp.compute) {
         event_record(dp.ready, dp.compute);
         stream_wait(dp.transfers, dp.ready);
@@ -358,6 +378,31 @@ void finish_reduction(DataParallel& dp) {
     if (dp.transfers == dp.compute) return;
     event_record(dp.reduced, dp.transfers);
     stream_wait(dp.compute, dp.reduced);
+}
+
+namespace {
+
+// The parts lie one after the other in `values`: each block's sum over the parts.
+std::vector<double> sum_parts(const std::vector<double>& values, size_t parts) {
+    const size_t blocks = values.size() / parts;
+    std::vector<double> sums(blocks);
+    for (size_t block = 0; block < blocks; block++) {
+        sums[block] = tree_fold<double>(static_cast<unsigned>(parts),
+                                        [&](unsigned part) { return values[part * blocks + block]; });
+    }
+    return sums;
+}
+
+}  // namespace
+
+std::vector<double> own_leaf_squares(const DataParallel& dp) {
+    std::vector<double> squares(dp.own_leaves * table_blocks(*dp.table));
+    copy_to_host(squares.data(), dp.leaf_squares, squares.size() * sizeof(double), dp.compute);
+    return sum_parts(squares, dp.own_leaves);
+}
+
+std::vector<double> sum_leaf_squares(const std::vector<double>& of_ranks, size_t ranks) {
+    return sum_parts(of_ranks, ranks);
 }
 
 // ---------------------------------------------------------------------------------------------------

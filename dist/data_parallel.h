@@ -27,6 +27,7 @@ struct DataParallelConfig {
     size_t leaves = 1;                 // V
     Dtype reduce_dtype = Dtype::fp32;  // or bf16
     bool overlap = true;               // transfers on a stream of their own
+    bool leaf_squares = false;         // for own_leaf_squares
 };
 
 // Fails, naming the options, unless `ranks` ranks can play `leaves` leaves: one rank any number, several
@@ -89,6 +90,7 @@ struct DataParallel {
     void *outgoing = nullptr, *incoming = nullptr;  // staging
     float *sums = nullptr, *incoming_sums = nullptr;
     size_t kept_bytes = 0, staging_bytes = 0;
+    double* leaf_squares = nullptr;  // of each own leaf's blocks, where the config asks for them
     Stream *compute = nullptr, *transfers = nullptr;  // one and the same without overlap
     Event *ready = nullptr, *reduced = nullptr;
     std::vector<Event*> gathered;  // by stage
@@ -111,6 +113,13 @@ void reduce_stage(DataParallel& dp, size_t stage, float* grads);
 // From here on the stream's ops see the sums over all leaves in the own blocks of `grads`; others' blocks
 // hold this rank's own sums.
 void finish_reduction(DataParallel& dp);
+
+// The sum over the own leaves of a step of the squares of each block's gradient, in table order and fp64,
+// before they are rounded to the reduce dtype: the leaves are added in their tree. And from all ranks' such
+// sums, one after the other, the sums over all leaves: in the same tree, so that they have the same bits on
+// any number of ranks.
+std::vector<double> own_leaf_squares(const DataParallel& dp);
+std::vector<double> sum_leaf_squares(const std::vector<double>& of_ranks, size_t ranks);
 
 // After the update: sends the own blocks' weights and receives the others'.
 template <typename Storage>

@@ -173,21 +173,21 @@ void adamw_update(Storage* param, float* master, State* m, State* v, const float
 // What changes from step to step. Ops read it from device memory when they run: so they can be recorded once
 // and replayed (kernels/device.h).
 struct MuonStep {
-    float mu;          // of the momentum
-    float grad_scale;  // multiplies the gradients: clipping and unscaling
-    float lr;
-    float decay;             // 1 - lr * weight_decay
+    float mu;                // of the momentum
+    float grad_scale;        // multiplies the gradients: clipping and unscaling
     uint32_t rounding_step;  // StateRounding::step
     uint32_t skip;           // not 0: momentum, masters and parameters stay as they are
     uint32_t cautious = 0;   // not 0: only entries with update*p >= 0 decay (arXiv:2510.12402)
 };
 
-// A matrix of n entries, where it lies in the arenas of gradients, parameters and master weights.
+// A matrix of n entries: where it lies in the arenas of gradients, parameters and master weights, and its own
+// rates, which change from step to step too.
 struct MuonBlock {
     void* momentum;        // (n) of State
     size_t offset;         // of its first entry in gradients and parameters; StateRounding::first
     size_t master_offset;  // in the master weights
-    bool decays;
+    float lr;
+    float decay;  // 1 - lr * weight_decay; 1 where there is none
 };
 
 // For each of `batch` blocks of n entries each, in as few launches as an order of its own for every norm
@@ -212,9 +212,8 @@ template <typename Update>
 void muon_normalize_neurons(Update* o, float* v, const MuonStep* step, size_t rows, size_t cols, float beta2,
                             Stream* stream);
 
-// For each of `batch` blocks: p = p*decay - lr*scale*update, with a decay of 1 where the block has none; p as
-// in adamw_update. params and master are the arenas, updates (batch,n), blocks (batch). Update is any storage
-// type.
+// For each of `batch` blocks: p = p*decay - lr*scale*update; p as in adamw_update. params and master are the
+// arenas, updates (batch,n), blocks (batch). Update is any storage type.
 template <typename Storage, typename Update>
 void muon_epilogue(Storage* params, float* master, const Update* updates, const MuonBlock* blocks,
                    const MuonStep* step, size_t batch, size_t n, float scale, Stream* stream);

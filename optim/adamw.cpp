@@ -23,7 +23,7 @@ void adamw_step(const Optimizer& optimizer, Storage* params, float* master, cons
     for (const OptimizerSlot& slot : optimizer.slots) {
         if (slot.muon || !slot.own) continue;
         step.lr = optimizer_slot_lr(optimizer, slot, lr);
-        step.weight_decay = slot.parameter->weight_decay ? optimizer_weight_decay(optimizer, step.lr) : 0.0f;
+        step.weight_decay = optimizer_weight_decay(optimizer, slot, step.lr);
         const size_t offset = slot.offset();
         adamw_update(params + offset, master == nullptr ? nullptr : master + slot.master_offset,
                      static_cast<State*>(slot.first), static_cast<State*>(slot.second), grads + offset,

@@ -6,14 +6,18 @@
 
 #include "kernels/kernels.h"
 
+void block_square(double* sum, const float* grads, const Parameter& parameter, const Block& block,
+                  Stream* stream) {
+    const float* first = grads + parameter.offset + block.first_row * parameter.cols;
+    sum_of_squares(sum, first, block.rows, parameter.cols, stream);
+}
+
 std::vector<double> block_squares(const float* grads, const ParameterTable& table, const Ownership& ownership,
                                   double* device_sums, Stream* stream) {
     std::vector<double> sums(table_blocks(table));
     device_memset_zero(device_sums, sums.size() * sizeof(double), stream);
     for_blocks(table, [&](const Parameter& parameter, const Block& block, size_t number) {
-        if (!ownership.own(number)) return;
-        const float* first = grads + parameter.offset + block.first_row * parameter.cols;
-        sum_of_squares(device_sums + number, first, block.rows, parameter.cols, stream);
+        if (ownership.own(number)) block_square(device_sums + number, grads, parameter, block, stream);
     });
     copy_to_host(sums.data(), device_sums, sums.size() * sizeof(double), stream);
     return sums;

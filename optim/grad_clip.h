@@ -6,6 +6,10 @@
 #include "kernels/device.h"
 #include "optim/ownership.h"
 
+// *sum, on the device, = the sum of the squares of a block of the gradients' arena `grads`, in fp64.
+void block_square(double* sum, const float* grads, const Parameter& parameter, const Block& block,
+                  Stream* stream);
+
 // The sum of the squares of each own block of the gradients' arena `grads`, in table order and fp64; 0 for
 // the blocks of other ranks. Added up over the ranks, these are the sums of all blocks. `device_sums` is
 // device memory for one double a block (table_blocks of them).

@@ -37,26 +37,25 @@ size_t muon_workspace(const NewtonSchulz& method, size_t count, size_t rows, siz
     return count * rows * cols + newton_schulz_workspace(method, count, rows, cols);
 }
 
+size_t own_matrices(const Optimizer& optimizer) {
+    size_t count = 0;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) count += batch.size();
+    return count;
+}
+
 void muon_create(Optimizer& optimizer, Stream* stream) {
-    std::vector<MuonBlock> blocks;
-    for (const std::vector<size_t>& batch : optimizer.muon_batches) {
-        for (const size_t index : batch) {
-            const OptimizerSlot& slot = optimizer.slots[index];
-            blocks.push_back({slot.first, slot.offset(), slot.master_offset, slot.parameter->weight_decay});
-        }
-    }
-    if (blocks.empty()) return;
-    const size_t bytes = blocks.size() * sizeof(MuonBlock);
-    optimizer.muon_blocks = static_cast<MuonBlock*>(device_malloc(bytes, stream));
-    copy_to_device(optimizer.muon_blocks, blocks.data(), bytes, stream);
+    const size_t count = own_matrices(optimizer);
+    if (count == 0) return;
+    optimizer.muon_blocks = static_cast<MuonBlock*>(device_malloc(count * sizeof(MuonBlock), stream));
     optimizer.muon_step = static_cast<MuonStep*>(device_malloc(sizeof(MuonStep), stream));
     optimizer.muon_replay = replay_create();
-    optimizer.mean_squares = device_malloc(blocks.size() * dtype_size(optimizer.newton_schulz_dtype), stream);
+    optimizer.mean_squares = device_malloc(count * dtype_size(optimizer.newton_schulz_dtype), stream);
 }
 
 namespace {
 
-// Queues all of a step. What differs from one step to the next stands in optimizer.muon_step alone.
+// Queues all of a step. What differs from one step to the next stands in optimizer.muon_step and muon_blocks
+// alone.
 template <typename State, typename Iterate, typename Storage>
 void queue_step(const Optimizer& optimizer, Storage* params, float* master, const float* grads,
                 float* workspace, size_t workspace_floats, Stream* stream) {
@@ -132,20 +131,32 @@ void find_first_update_faults(Optimizer& optimizer, const std::vector<Iterate>& 
     }
 }
 
-// Momentum, learning rate and decay of the current step; see optimizer.h.
-MuonStep muon_step_of(const Optimizer& optimizer, float lr, float grad_scale) {
+// The own matrices in the order of muon_batches, with the current step's rates; see optimizer.h.
+std::vector<MuonBlock> muon_blocks_of(const Optimizer& optimizer, float lr) {
+    std::vector<MuonBlock> blocks;
+    for (const std::vector<size_t>& batch : optimizer.muon_batches) {
+        for (const size_t index : batch) {
+            const OptimizerSlot& slot = optimizer.slots[index];
+            // The decay uses the learning rate itself, not the one that the shape scales.
+            const float own_lr = optimizer_slot_lr(optimizer, slot, lr);
+            const double decay =
+                static_cast<double>(own_lr) * optimizer_weight_decay(optimizer, slot, own_lr);
+            blocks.push_back(
+                {slot.first, slot.offset(), slot.master_offset, own_lr, static_cast<float>(1.0 - decay)});
+        }
+    }
+    return blocks;
+}
+
+// What the current step has for all of them.
+MuonStep muon_step_of(const Optimizer& optimizer, float grad_scale) {
     const OptimizerConfig& config = optimizer.config;
     const double momentum =
         momentum_at({config.muon_momentum_start, config.muon_momentum, config.muon_momentum_warmup,
                      config.muon_momentum_cooldown, config.total_steps},
                     optimizer.steps - 1);
-    // The decay uses the learning rate itself, not the one that the shape scales.
-    const float own_lr = lr * config.lr_muon;
-    const double decay = static_cast<double>(own_lr) * optimizer_weight_decay(optimizer, own_lr);
     return {.mu = static_cast<float>(momentum),
             .grad_scale = grad_scale,
-            .lr = own_lr,
-            .decay = static_cast<float>(1.0 - decay),
             .rounding_step = static_cast<uint32_t>(optimizer.steps),
             .skip = 0,
             .cautious = config.weight_decay_mode == DecayMode::cautious};
@@ -156,13 +167,14 @@ MuonStep muon_step_of(const Optimizer& optimizer, float lr, float grad_scale) {
 template <typename State, typename Iterate, typename Storage>
 void muon_step(Optimizer& optimizer, Storage* params, float* master, const float* grads, float lr,
                float grad_scale, float* workspace, size_t workspace_floats, Stream* stream) {
-    size_t count = 0;
-    for (const std::vector<size_t>& batch : optimizer.muon_batches) count += batch.size();
+    const size_t count = own_matrices(optimizer);
     if (count == 0) return;
     const bool first_step = optimizer.steps == 1;
     const bool tf32 = optimizer.config.muon_ns_dtype == NewtonSchulzPrecision::tf32;
-    const MuonStep step = muon_step_of(optimizer, lr, grad_scale);
+    const MuonStep step = muon_step_of(optimizer, grad_scale);
     copy_to_device(optimizer.muon_step, &step, sizeof(step), stream);
+    const std::vector<MuonBlock> blocks = muon_blocks_of(optimizer, lr);
+    copy_to_device(optimizer.muon_blocks, blocks.data(), count * sizeof(MuonBlock), stream);
     const bool model_tf32 = tf32 && device_set_tf32(stream, true);
     const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
     replay(

@@ -14,7 +14,10 @@ float muon_scale_factor(MuonScale mode, size_t rows, size_t cols);
 // less.
 size_t muon_workspace(const NewtonSchulz& method, size_t count, size_t rows, size_t cols);
 
-// What muon_step needs beside the state: where each own block of muon_batches lies, on the device.
+// How many matrices this rank updates: those of muon_batches.
+size_t own_matrices(const Optimizer& optimizer);
+
+// What muon_step needs beside the state: room on the device for its lists.
 void muon_create(Optimizer& optimizer, Stream* stream);
 
 // Updates the Muon slots and counts the degenerate ones. The first step also fills first_update_faults: the

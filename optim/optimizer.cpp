@@ -166,8 +166,7 @@ size_t optimizer_state_bytes(const Optimizer& optimizer) {
 }
 
 size_t optimizer_lists_bytes(const Optimizer& optimizer) {
-    size_t matrices = 0;
-    for (const std::vector<size_t>& batch : optimizer.muon_batches) matrices += batch.size();
+    const size_t matrices = own_matrices(optimizer);
     const size_t of_a_matrix = sizeof(MuonBlock) + dtype_size(optimizer.newton_schulz_dtype);
     return optimizer.slots.size() * sizeof(int) + matrices * of_a_matrix +
            (matrices > 0 ? sizeof(MuonStep) : 0);
@@ -175,6 +174,7 @@ size_t optimizer_lists_bytes(const Optimizer& optimizer) {
 
 float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, float lr) {
     const OptimizerConfig& config = optimizer.config;
+    lr *= slot.lr_factor;
     switch (slot.parameter->group) {
         case ParameterGroup::adamw_embedding:
             return lr * config.lr_embedding;
@@ -185,10 +185,11 @@ float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, f
         case ParameterGroup::muon:
             break;
     }
-    return lr;
+    return slot.muon ? lr * config.lr_muon : lr;
 }
 
-float optimizer_weight_decay(const Optimizer& optimizer, float own_lr) {
+float optimizer_weight_decay(const Optimizer& optimizer, const OptimizerSlot& slot, float own_lr) {
+    if (!slot.parameter->weight_decay) return 0.0f;
     const OptimizerConfig& config = optimizer.config;
     const double decay = config.weight_decay *
                          decay_factor(config.weight_decay_schedule, optimizer.steps - 1, config.total_steps);

@@ -72,6 +72,7 @@ struct OptimizerSlot {
     Dtype state_dtype;         // of first and second
     bool own;                  // else another rank updates it, and there is no state here
     size_t master_offset;      // of the block's master weights in their arena
+    float lr_factor = 1;       // times the learning rate, the decay's too: lr_adapt.h
     void* first = nullptr;     // Muon: momentum; AdamW: m
     void* second = nullptr;    // AdamW: v; null for Muon
     float* neurons = nullptr;  // NorMuon: v of the neurons, in fp32; else null
@@ -92,7 +93,7 @@ struct Optimizer {
     void* state = nullptr;                          // one arena: the slots' vectors, then their neurons
     size_t state_bytes = 0, neuron_elements = 0;    // of the vectors, of the neurons
     int* degenerate = nullptr;         // one flag a slot; the first are those of muon_batches, in order
-    MuonBlock* muon_blocks = nullptr;  // on the device, those of muon_batches in order
+    MuonBlock* muon_blocks = nullptr;  // on the device: of the current step, those of muon_batches in order
     MuonStep* muon_step = nullptr;     // on the device: of the current step
     Replay* muon_replay = nullptr;     // of Muon's ops
     void* mean_squares = nullptr;      // on the device, of Newton-Schulz's type: of each first update
@@ -122,10 +123,10 @@ void optimizer_destroy(Optimizer& optimizer, Stream* stream);
 // arena, and so neither the order of the updates nor who makes them.
 StateRounding optimizer_rounding(const Optimizer& optimizer, const OptimizerSlot& slot);
 
-// The learning rate of a slot that AdamW updates, where `lr` is the schedule's; and the factor that, times a
-// learning rate of `own_lr`, gives the current step's decay.
+// The learning rate of a slot, where `lr` is the schedule's; and the factor that, times a learning rate of
+// `own_lr`, gives the current step's decay, 0 for a slot that has none.
 float optimizer_slot_lr(const Optimizer& optimizer, const OptimizerSlot& slot, float lr);
-float optimizer_weight_decay(const Optimizer& optimizer, float own_lr);
+float optimizer_weight_decay(const Optimizer& optimizer, const OptimizerSlot& slot, float own_lr);
 
 // Bytes of optimizer state in the arena.
 size_t optimizer_state_bytes(const Optimizer& optimizer);

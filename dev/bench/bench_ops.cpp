@@ -207,9 +207,8 @@ void bench_type(const Sizes& sizes, const Settings& settings, Stream* stream, js
         [&] { adamw_update(weight, masters, m, v, dweight, n, step, {}, stream); });
     MuonBlock* block = reinterpret_cast<MuonBlock*>(floats(sizeof(MuonBlock) / sizeof(float)));
     MuonStep* muon_step = reinterpret_cast<MuonStep*>(floats(sizeof(MuonStep) / sizeof(float)));
-    const MuonBlock whole = {m, 0, 0, true};
-    const MuonStep small = {
-        .mu = 0.95f, .grad_scale = 1, .lr = 1e-6f, .decay = 1, .rounding_step = 0, .skip = 0};
+    const MuonBlock whole = {m, 0, 0, 1e-6f, 1};
+    const MuonStep small = {.mu = 0.95f, .grad_scale = 1, .rounding_step = 0, .skip = 0};
     copy_to_device(block, &whole, sizeof(whole), stream);
     copy_to_device(muon_step, &small, sizeof(small), stream);
     Storage* normalized = stored(n);

@@ -27,14 +27,9 @@ struct OnDevice {
 template <typename State>
 void muon_momentum(float* direction, State* momentum, const float* grad, size_t n, float mu, bool nesterov,
                    float grad_scale, const StateRounding& rounding, Stream* stream) {
-    const OnDevice<MuonStep> step({{.mu = mu,
-                                    .grad_scale = grad_scale,
-                                    .lr = 0,
-                                    .decay = 1,
-                                    .rounding_step = rounding.step,
-                                    .skip = 0}},
-                                  stream);
-    const OnDevice<MuonBlock> block({{momentum, rounding.first, 0, true}}, stream);
+    const OnDevice<MuonStep> step(
+        {{.mu = mu, .grad_scale = grad_scale, .rounding_step = rounding.step, .skip = 0}}, stream);
+    const OnDevice<MuonBlock> block({{momentum, rounding.first, 0, 0, 1}}, stream);
     const OnDevice<fp16_t> x(std::vector<fp16_t>(n), stream);
     const OnDevice<int> degenerate({0}, stream);
     // The block lies at entry `first` of an arena of which only it is there.
@@ -47,8 +42,7 @@ void muon_momentum(float* direction, State* momentum, const float* grad, size_t 
 template <typename Storage>
 void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t batch, size_t n, float safety,
                     Stream* stream) {
-    const OnDevice<MuonStep> step(
-        {{.mu = 0, .grad_scale = 1, .lr = 0, .decay = 1, .rounding_step = 0, .skip = 0}}, stream);
+    const OnDevice<MuonStep> step({{.mu = 0, .grad_scale = 1, .rounding_step = 0, .skip = 0}}, stream);
     const OnDevice<float> momentum(std::vector<float>(batch * n), stream),
         copy(std::vector<float>(batch * n), stream);
     float* kept = copy;  // directions, kept from the first kernel to the second
@@ -60,7 +54,7 @@ void muon_normalize(Storage* x, int* degenerate, const float* direction, size_t 
         }
     }
     std::vector<MuonBlock> places;
-    for (size_t i = 0; i < batch; i++) places.push_back({momentum + i * n, i * n, 0, true});
+    for (size_t i = 0; i < batch; i++) places.push_back({momentum + i * n, i * n, 0, 0, 1});
     const OnDevice<MuonBlock> blocks(places, stream);
     muon_prologue<float>(x, degenerate, kept, direction, blocks, step, batch, n, false, safety, 0, stream);
 }
@@ -70,14 +64,8 @@ template <typename Storage, typename Update>
 void muon_update(Storage* param, float* master, const Update* update, size_t n, float lr, float scale,
                  float weight_decay, bool cautious, Stream* stream) {
     const float decay = static_cast<float>(1.0 - static_cast<double>(lr) * weight_decay);
-    const OnDevice<MuonStep> step({{.mu = 0,
-                                    .grad_scale = 1,
-                                    .lr = lr,
-                                    .decay = decay,
-                                    .rounding_step = 0,
-                                    .skip = 0,
-                                    .cautious = cautious}},
-                                  stream);
-    const OnDevice<MuonBlock> block({{nullptr, 0, 0, true}}, stream);
+    const OnDevice<MuonStep> step(
+        {{.mu = 0, .grad_scale = 1, .rounding_step = 0, .skip = 0, .cautious = cautious}}, stream);
+    const OnDevice<MuonBlock> block({{nullptr, 0, 0, lr, decay}}, stream);
     muon_epilogue(param, master, update, block, step, 1, n, scale, stream);
 }

@@ -171,15 +171,14 @@ struct Replayed {
     Buffer<float> params{normal<float>(300, 1), s}, m{std::vector<float>(300), s},
         v{std::vector<float>(300), s};
     Buffer<float> update{normal<float>(300, 2), s};
-    OnDevice<MuonBlock> block{{{nullptr, 0, 0, true}}, s};
+    OnDevice<MuonBlock> block{{MuonBlock{}}, s};
     OnDevice<MuonStep> step{{MuonStep{}}, s};
     std::unique_ptr<Replay, void (*)(Replay*)> replay{replay_create(), replay_destroy};
     int queued = 0;  // calls of what replay was given
 
     void set(float lr) {
-        const MuonStep values = {
-            .mu = 0, .grad_scale = 1, .lr = lr, .decay = 1, .rounding_step = 0, .skip = 0};
-        copy_to_device(step, &values, sizeof(values), s);
+        const MuonBlock values = {nullptr, 0, 0, lr, 1};
+        copy_to_device(block, &values, sizeof(values), s);
     }
     void queue() {
         queued++;

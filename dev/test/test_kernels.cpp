@@ -1539,8 +1539,8 @@ void check_muon_blocks(size_t n) {
     const size_t batch = offsets.size(), entries = 3 * n + 300;
     const auto start = normal<float>(entries, 1, 0.02), gradient = normal<float>(entries, 2);
     const auto momenta = normal<State>(batch * n, 3);
-    const MuonStep moving = {
-        .mu = 0.9f, .grad_scale = 0.3f, .lr = 0.02f, .decay = 0.99f, .rounding_step = 5, .skip = 0};
+    const std::vector<float> rates = {0.02f, 0.01f, 0.04f}, decays = {0.99f, 1.0f, 0.95f};
+    const MuonStep moving = {.mu = 0.9f, .grad_scale = 0.3f, .rounding_step = 5, .skip = 0};
     const auto run = [&](const std::vector<std::vector<size_t>>& calls, const MuonStep& of_step) {
         return run_op([&](Stream* stream) {
             Buffer<Storage> params(rounded<Storage>(doubles(start)), stream),
@@ -1554,7 +1554,7 @@ void check_muon_blocks(size_t n) {
             for (const std::vector<size_t>& call : calls) {
                 std::vector<MuonBlock> places;
                 for (const size_t i : call)
-                    places.push_back({momentum + i * n, offsets[i], master_offsets[i], i != 1});
+                    places.push_back({momentum + i * n, offsets[i], master_offsets[i], rates[i], decays[i]});
                 const OnDevice<MuonBlock> blocks(places, stream);
                 const size_t first = call.front();
                 muon_prologue<State>(x + first * n, degenerate + first, direction + first * n, grads, blocks,
@@ -1575,7 +1575,7 @@ void check_muon_blocks(size_t n) {
         const auto update = normal<float>(batch * n, 4);
         for (size_t i = 0; i < n; ++i) {
             double& p = expected[master_offsets[b] + i];
-            p = p * (b == 1 ? 1.0 : 0.99f) - static_cast<double>(0.02f) * 1.7f * update[b * n + i];
+            p = p * decays[b] - static_cast<double>(rates[b]) * 1.7f * update[b * n + i];
             const Storage param = from_float<Storage>(static_cast<float>(together[1][master_offsets[b] + i]));
             ASSERT_EQ(together[0][offsets[b] + i], to_double(param)) << "param is not the rounded master";
         }

@@ -92,10 +92,9 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
     if (master == nullptr && !std::is_same_v<Storage, float>)
         fail("muon_epilogue: 16-bit parameters need a master");
     if (step->skip != 0) return;
-    const float step_size = step->lr * scale;
     const bool cautious = step->cautious != 0;
     for_block_chunks(stream, batch, n, [&](size_t b, size_t begin, size_t end, size_t) {
-        const float decay = blocks[b].decays ? step->decay : 1.0f;
+        const float step_size = blocks[b].lr * scale, decay = blocks[b].decay;
         Storage* const param = params + blocks[b].offset;
         float* const own_master = master == nullptr ? nullptr : master + blocks[b].master_offset;
         const Update* const update = updates + b * n;

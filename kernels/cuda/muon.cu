@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(chunk_threads)
     if (step->skip != 0) return;
     const Chunk chunk = my_chunk(n, chunks);
     const MuonBlock block = blocks[chunk.matrix];
-    const float step_size = step->lr * scale, decay = block.decays ? step->decay : 1.0f;
+    const float step_size = block.lr * scale, decay = block.decay;
     const bool cautious = step->cautious != 0;
     Storage* param = params + block.offset;
     float* master = masters == nullptr ? nullptr : masters + block.master_offset;
