@@ -16,8 +16,9 @@
 //   fast += (rho - fast) max(1/t, 1/10),  slow += (rho - slow) max(1/t, 1/100)    after t = 1, 2, ... steps
 //   multiplier = sqrt((fast + floor) / (slow + floor)), kept in [1/2, 2]
 // It is 1 in the first ten steps and wherever rho is steady, falls when the gradients get noisier than they
-// used to be (a smaller batch), and rises when they agree more. `floor` is what rho is uncertain by: of
-// blocks whose gradient is all noise, the chance in rho moves nothing.
+// used to be (a smaller batch), and rises when they agree more. A step's rho is cut off at 0 and 1; of noise
+// in n directions it has a standard deviation of about sqrt(2 / n), and `floor`, which is as much at n = 800,
+// keeps chance from moving the rates of blocks whose gradient is all noise.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +35,7 @@ GradientNoise gradient_noise(double leaf_squares, double squares, size_t leaves)
 
 struct LrAdapt {
     static constexpr double fast_steps = 10, slow_steps = 100;
-    static constexpr double floor = 0.02;
+    static constexpr double floor = 0.05;
     static constexpr double lowest = 0.5, highest = 2;
 
     uint64_t steps = 0;

@@ -10,6 +10,7 @@
 #include "model/gpt.h"
 #include "kernels/error.h"
 #include "kernels/tree.h"
+#include "dev/test/buffers.h"
 
 namespace {
 
@@ -238,6 +239,63 @@ TEST(Leaves, TakeWholeSubtreesOrAreRefused) {
     for (const auto& [leaves, ranks] : std::vector<std::pair<size_t, int>>{
              {0, 1}, {1, 2}, {3, 2}, {6, 2}, {8, 3}, {4, 8}, {2048, 1}, {9, 3}}) {
         EXPECT_THROW(data_parallel_check(leaves, ranks), Error) << leaves << " on " << ranks;
+    }
+}
+
+// The squares of the leaves' gradients against sums in double, and in the same tree whoever adds which
+// leaves.
+TEST(Leaves, SquaresOfTheirGradients) {
+    const GptConfig config{.layers = 2, .heads = 1, .channels = 24, .seq_len = 8, .vocab_size = 70};
+    const ParameterTable table = gpt_parameter_table(config);
+    const std::vector<ParameterRange> stages = gpt_stages(config);
+    const Ownership ownership = own_all(table);
+    const StreamPointer stream = open_stream();
+    Comm* comm = comm_connect({}, 1, nullptr);
+    for (const size_t leaves : {2, 3, 8}) {
+        DataParallel dp = data_parallel_create(comm, table, stages, ownership,
+                                               {leaves, Dtype::bf16, true, true}, {}, stream.get());
+        Buffer<float> grads(std::vector<float>(table_elements(table)), stream.get());
+        std::vector<double> expected(table_blocks(table)), single;
+        for (unsigned leaf = 0; leaf < leaves; ++leaf) {
+            const std::vector<float> values = normal<float>(table_elements(table), leaf + 1);
+            copy_to_device(grads, values.data(), values.size() * sizeof(float), stream.get());
+            for_blocks(table, [&](const Parameter& p, const Block& block, size_t number) {
+                double square = 0;
+                for (size_t i = 0; i < block.rows * p.cols; ++i)
+                    square +=
+                        std::pow(static_cast<double>(values[p.offset + block.first_row * p.cols + i]), 2);
+                expected[number] += square;
+            });
+            if (leaf + 1 < leaves) {
+                keep_leaf(dp, leaf, grads);
+            } else {
+                for (size_t stage = stages.size(); stage-- > 0;) reduce_stage(dp, stage, grads);
+            }
+        }
+        finish_reduction(dp);
+        const std::vector<double> found = own_leaf_squares(dp);
+        ASSERT_EQ(found.size(), expected.size());
+        for (size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i] / expected[i], 1, 1e-13) << i;
+        data_parallel_destroy(dp);
+    }
+    comm_disconnect(comm);
+}
+
+TEST(Leaves, SquaresAreAddedInTheOneTree) {
+    std::vector<double> squares(8, 1e-16);
+    squares[0] = 1;
+    const auto part = [&](size_t first, size_t count) {
+        return sum_leaf_squares({squares.begin() + static_cast<std::ptrdiff_t>(first),
+                                 squares.begin() + static_cast<std::ptrdiff_t>(first + count)},
+                                count)[0];
+    };
+    const double all = part(0, 8);
+    EXPECT_NE(all, std::accumulate(squares.begin(), squares.end(), 0.0)) << "these numbers show the order";
+    for (const size_t ranks : {1, 2, 4, 8}) {
+        std::vector<double> of_ranks;  // of two blocks each
+        for (size_t rank = 0; rank < ranks; ++rank)
+            of_ranks.insert(of_ranks.end(), {part(8 / ranks * rank, 8 / ranks), 1});
+        EXPECT_EQ(sum_leaf_squares(of_ranks, ranks), (std::vector<double>{all, static_cast<double>(ranks)}));
     }
 }
 

@@ -16,6 +16,7 @@
 #include "model/gpt.h"
 #include "optim/grad_clip.h"
 #include "optim/loss_scaler.h"
+#include "optim/lr_adapt.h"
 #include "optim/muon.h"
 #include "optim/newton_schulz.h"
 #include "optim/optimizer.h"
@@ -2186,6 +2187,167 @@ TEST(LossScaler, AFixedScaleStays) {
     for (int step = 0; step < 5000; step++) loss_scaler_update(scaler, step % 3 != 0);
     EXPECT_EQ(scaler.scale, 8.0f);
     EXPECT_FALSE(loss_scaler_can_back_off(scaler));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// --lr-adapt
+
+// The squares that a step has of one block: of the leaves' shares of its gradient together, and of their sum.
+struct Squares {
+    double of_leaves = 0, of_sum = 0;
+};
+
+// K leaves whose gradients are the same n entries `truth` plus noise of a given deviation.
+Squares leaves_of(size_t K, size_t n, double truth, double deviation, unsigned seed) {
+    Squares squares;
+    Vector sum(n);
+    for (size_t k = 0; k < K; ++k) {
+        const std::vector<float> noise = normal<float>(n, seed * 100 + static_cast<unsigned>(k));
+        for (size_t i = 0; i < n; ++i) {
+            const double share = (truth + deviation * noise[i]) / static_cast<double>(K);
+            squares.of_leaves += share * share;
+            sum[i] += share;
+        }
+    }
+    squares.of_sum = reference::dot(sum, sum);
+    return squares;
+}
+
+// Signal and noise come out on average over many steps, whatever the number of leaves: signal is n truth^2,
+// noise n deviation^2. The errors of the means are a few parts in a thousand of the noise.
+TEST(LrAdapt, FindsKnownSignalAndNoise) {
+    constexpr size_t n = 200, trials = 300;
+    for (const size_t K : {2, 3, 8}) {
+        for (const double truth : {0.0, 0.1, 1.0}) {
+            double signal = 0, noise = 0;
+            for (unsigned trial = 0; trial < trials; ++trial) {
+                const Squares squares = leaves_of(K, n, truth, 0.7, trial);
+                const GradientNoise found = gradient_noise(squares.of_leaves, squares.of_sum, K);
+                signal += found.signal / trials, noise += found.noise / trials;
+            }
+            EXPECT_NEAR(noise, n * 0.49, 0.01 * n * 0.49) << K << " " << truth;
+            EXPECT_NEAR(signal, n * truth * truth, 0.02 * n * (0.49 + truth * 0.7)) << K << " " << truth;
+        }
+    }
+}
+
+TEST(LrAdapt, EqualAndOppositeLeaves) {
+    for (const size_t K : {2, 5}) {
+        const Squares equal = leaves_of(K, 10, 3, 0, 1);
+        const GradientNoise found = gradient_noise(equal.of_leaves, equal.of_sum, K);
+        EXPECT_NEAR(found.signal, 90, 1e-12);
+        EXPECT_NEAR(found.noise, 0, 1e-12);
+    }
+    // g and -g: the sample variance of +-3 is 18 an entry, and of their mean half of that, negative as
+    // signal.
+    const GradientNoise opposite = gradient_noise(2 * 10 * 1.5 * 1.5, 0, 2);
+    EXPECT_DOUBLE_EQ(opposite.noise, 180);
+    EXPECT_DOUBLE_EQ(opposite.signal, -90);
+}
+
+// The squares of two leaves with a ratio rho of signal: 1 of the gradient, and of the leaves what makes it
+// so.
+Squares of_ratio(double rho) { return {1 - rho / 2, 1}; }
+
+// The multipliers of blocks with these ratios in one step.
+std::vector<float> multipliers(LrAdapt& adapt, const Vector& ratios) {
+    std::vector<double> leaf_squares, squares;
+    for (const double rho : ratios) {
+        leaf_squares.push_back(of_ratio(rho).of_leaves);
+        squares.push_back(of_ratio(rho).of_sum);
+    }
+    return lr_adapt_step(adapt, leaf_squares, squares, 2);
+}
+
+// What is steady is 1, whatever it is, and from the first step on.
+TEST(LrAdapt, ASteadyRatioIsOne) {
+    LrAdapt adapt = lr_adapt_create(5);
+    for (int step = 0; step < 500; ++step)
+        EXPECT_EQ(multipliers(adapt, {1, 0.75, 0.5, 0, -0.25}), std::vector<float>(5, 1.0f));
+    // Steady but for chance: a matrix of 500 entries with much noise, one with noise alone. Then one step's
+    // rho has a standard deviation of sqrt(2 / 500 * 4 / 3) = 0.07 about 0, about 0.04 cut off at 0; the fast
+    // average, of 19 independent steps in effect, 0.01; the multiplier half of that over mean and floor,
+    // 0.06.
+    for (const double truth : {0.3, 0.0}) {
+        adapt = lr_adapt_create(1);
+        for (unsigned step = 1; step <= 400; ++step) {
+            const Squares squares = leaves_of(4, 500, truth, 1, step);
+            const float multiplier = lr_adapt_step(adapt, {squares.of_leaves}, {squares.of_sum}, 4)[0];
+            EXPECT_NEAR(multiplier, 1, 4 * 0.06) << truth << " step " << step;
+        }
+    }
+}
+
+// Half the batch has twice the noise. After n more steps the averages are still 0.9^n and 0.99^n of the
+// change away from the new ratio; in the end the multiplier is 1 again.
+TEST(LrAdapt, AHalvedBatchByHand) {
+    constexpr double before = 0.5, after = 1.0 / 3;
+    LrAdapt adapt = lr_adapt_create(2);
+    for (int step = 0; step < 200; ++step) multipliers(adapt, {before, before});
+    for (int n = 1; n <= 600; ++n) {
+        const std::vector<float> found = multipliers(adapt, {after, before});
+        const double fast = after + (before - after) * std::pow(0.9, n),
+                     slow = after + (before - after) * std::pow(0.99, n);
+        EXPECT_NEAR(found[0], std::sqrt((fast + 0.05) / (slow + 0.05)), 1e-6) << n;
+        EXPECT_EQ(found[1], 1.0f) << "another block's shock";
+    }
+    EXPECT_NEAR(multipliers(adapt, {after, before})[0], 1, 1e-3);
+}
+
+// Between a half and two, and both are reached. A step without a gradient is one without signal.
+TEST(LrAdapt, StaysWithinItsBounds) {
+    LrAdapt adapt = lr_adapt_create(2);
+    float least = 1, most = 1;
+    for (int step = 0; step < 2000; ++step) {
+        const bool up = step / 250 % 2 == 1;
+        const std::vector<double> sums = {up ? 1.0 : 0.0, 1e60};
+        for (const float m : lr_adapt_step(adapt, {0.5, up ? 1e200 : 0.5e60}, sums, 2)) {
+            least = std::min(least, m), most = std::max(most, m);
+            ASSERT_TRUE(m >= 0.5f && m <= 2.0f) << m;
+        }
+    }
+    EXPECT_EQ(least, 0.5f);
+    EXPECT_EQ(most, 2.0f);
+}
+
+TEST(LrAdapt, PowerOfTwoLossScalesChangeNoBit) {
+    LrAdapt plain = lr_adapt_create(1), scaled = lr_adapt_create(1);
+    for (unsigned step = 1; step <= 30; ++step) {
+        const Squares squares = leaves_of(4, 50, 0.3, 1, step);
+        const double scale = step < 20 ? 0x1p32 : 0x1p30;  // of the squares
+        EXPECT_EQ(lr_adapt_step(scaled, {squares.of_leaves * scale}, {squares.of_sum * scale}, 4),
+                  lr_adapt_step(plain, {squares.of_leaves}, {squares.of_sum}, 4));
+    }
+}
+
+// A slot's factor is one on its learning rate, and so on its decay, in every step, recorded or not; of the
+// other slots no bit changes.
+TEST(LrAdapt, AFactorIsThatOfItsSlotsLearningRate) {
+    for (OptimizerConfig config : {adamw_config(), muon_config()}) {
+        config.weight_decay = 0.5f;
+        for (const DecayMode mode : {DecayMode::decoupled, DecayMode::independent}) {
+            config.weight_decay_mode = mode;
+            Trainer plain(config), half(config), mixed(config);
+            for (unsigned step = 0; step < 5; ++step) {
+                const float factor = step % 2 == 0 ? 0.5f : 2.0f;
+                const auto factor_of = [&](size_t slot) { return slot % 3 == step % 3 ? factor : 1.0f; };
+                const std::vector<float> before = mixed.params;
+                for (Trainer* trainer : {&plain, &half, &mixed}) {
+                    trainer->params = before, trainer->random_grads(40 * step);
+                    for (size_t i = 0; i < trainer->optimizer.slots.size(); ++i)
+                        trainer->optimizer.slots[i].lr_factor = trainer == &mixed ? factor_of(i) : 1.0f;
+                    trainer->step(trainer == &half ? 0.01f * factor : 0.01f);
+                }
+                for (size_t i = 0; i < mixed.optimizer.slots.size(); ++i) {
+                    const OptimizerSlot& slot = mixed.optimizer.slots[i];
+                    const Trainer& expected = factor_of(i) == 1.0f ? plain : half;
+                    EXPECT_EQ(Trainer::read(mixed.params, slot).x, Trainer::read(expected.params, slot).x)
+                        << slot.parameter->name << " " << slot.block.name << " step " << step;
+                }
+                EXPECT_NE(plain.params, half.params);
+            }
+        }
+    }
 }
 
 }  // namespace

@@ -30,11 +30,17 @@ void overwrite_tensor(const std::string& folder, const std::string& name, float 
 }  // namespace
 
 void expect_resume_equals_straight_run(const std::string& optimizer, const std::string& dtype,
-                                       const Arguments& state, const std::vector<const char*>& steps) {
-    SCOPED_TRACE(optimizer + " " + dtype + (state.empty() ? "" : " " + state[0] + " " + state[1]));
+                                       const Arguments& more, const std::vector<const char*>& steps) {
+    std::string trace = optimizer + " " + dtype;
+    for (const std::string& option : more) trace += " " + option;
+    SCOPED_TRACE(trace);
     TempFolder folder;
     Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
-    kind.insert(kind.end(), state.begin(), state.end());
+    kind.insert(kind.end(), more.begin(), more.end());
+    const auto averages = [&](const std::string& out) {
+        const json state = json::parse(read_file(folder / (out + "/step_00000020/state.json")))["state"];
+        return state.value("lr_adapt", json());
+    };
     const Result straight = run(folder, tiny(folder, "straight", kind));
     ASSERT_EQ(straight.status, 0) << straight.err;
     const auto expected = training_lines(folder / "straight");
@@ -54,6 +60,7 @@ void expect_resume_equals_straight_run(const std::string& optimizer, const std::
                       read_file(folder / (std::string("straight/step_00000020/") + file)))
                 << "at " << at;
         }
+        EXPECT_EQ(averages(out), averages("straight")) << "at " << at;
     }
 }
 
@@ -66,6 +73,16 @@ TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
         expect_resume_equals_straight_run(optimizer, "bf16", {"--state-dtype", "bf16"}, {"7"});
     }
     expect_resume_equals_straight_run("muon", "fp32", {"--muon-state-dtype", "bf16"}, {"9"});
+}
+
+// Before the adapted rates move, after the first tenth step that does it, and later; with a loss scale that
+// grows and steps that it makes the run skip.
+TEST(Program, ResumeWithAdaptedRatesEqualsTheStraightRunBitForBit) {
+    Arguments adapted = {"--lr-adapt", "true", "--virtual-ranks", "3"};
+    for (const char* optimizer : {"adamw", "muon"})
+        expect_resume_equals_straight_run(optimizer, "fp32", adapted, {"5", "11", "17"});
+    adapted.insert(adapted.end(), {"--state-dtype", "bf16"});
+    expect_resume_equals_straight_run("muon", "fp16", adapted, {"13"});
 }
 
 // What backward computes again changes no bit, and need not stay the same over a resume.
@@ -547,10 +564,10 @@ void expect_skips_change_nothing(const std::string& optimizer, const std::string
     const std::string model = folder / "good/step_00000020";
     overwrite_tensor(model, "transformer.wte.weight", 1e30f);
     overwrite_tensor(model, "transformer.ln_f.weight", 1e30f);
-    const pid_t pid =
-        start(folder, {"--model", model, "--train-data", folder / "data_train_*.bin", "--batch-size", "4",
-                       "--tokens-per-step", "5760", "--steps", "20", "--optimizer", optimizer,
-                       "--state-dtype", state_dtype, "--out", folder / "run"});
+    const pid_t pid = start(
+        folder, {"--model", model, "--train-data", folder / "data_train_*.bin", "--batch-size", "4",
+                 "--tokens-per-step", "5760", "--steps", "20", "--optimizer", optimizer, "--state-dtype",
+                 state_dtype, "--out", folder / "run", "--lr-adapt", "--virtual-ranks", "2"});
     wait_for(folder / "stdout", "step skipped");
     kill(pid, SIGTERM);
     const Result stopped = finish(folder, pid);
@@ -561,6 +578,12 @@ void expect_skips_change_nothing(const std::string& optimizer, const std::string
     for (const auto& [name, tensor] : safetensors_open(saved + "optimizer_000.safetensors").tensors) {
         const char* bytes = static_cast<const char*>(tensor.data);
         EXPECT_TRUE(std::all_of(bytes, bytes + tensor.bytes, [](char byte) { return byte == 0; })) << name;
+    }
+    const json adapt = json::parse(read_file(saved + "state.json"))["state"]["lr_adapt"];
+    EXPECT_EQ(adapt["steps"], 0);
+    for (const char* average : {"fast", "slow"}) {
+        EXPECT_FALSE(adapt[average].empty());
+        for (const json& value : adapt[average]) EXPECT_EQ(value, 0.0);
     }
     expect_rejected(folder, {"--out", folder / "run", "--resume"},
                     {"10 times in a row", "step_00000000 is untouched"});
@@ -785,6 +808,9 @@ TEST(Program, BadOptionsAreOneLineAndStatus1) {
                     {"polar-express", "3"});
     expect_rejected(folder, with({"--optimizer", "muon", "--muon-ns", "keller", "--muon-ns-steps", "2"}),
                     {"keller", "2"});
+    expect_rejected(folder, with({"--lr-adapt"}), {"--lr-adapt", "--virtual-ranks 2"});
+    expect_rejected(folder, with({"--virtual-ranks", "1", "--lr-adapt"}),
+                    {"--lr-adapt", "--virtual-ranks 2"});
     Arguments twice = tiny(folder, "run");
     twice.insert(twice.end(), {"--lr", "1e-3"});
     expect_rejected(folder, twice, {"--lr", "given twice"});

@@ -53,10 +53,11 @@ std::map<std::string, std::string> saved_tensors(const std::string& checkpoint) 
     return tensors;
 }
 
-void expect_same_run(const TempFolder& folder, const std::string& a, const std::string& b) {
+void expect_same_run(const TempFolder& folder, const std::string& a, const std::string& b,
+                     const std::string& last = "/step_00000010") {
     EXPECT_EQ(lines_of(folder / a), lines_of(folder / b)) << a << " and " << b;
-    const auto expected = saved_tensors(folder / (a + "/step_00000010"));
-    const auto actual = saved_tensors(folder / (b + "/step_00000010"));
+    const auto expected = saved_tensors(folder / (a + last));
+    const auto actual = saved_tensors(folder / (b + last));
     EXPECT_EQ(actual.size(), expected.size());
     for (const auto& [name, bytes] : expected)
         EXPECT_TRUE(actual.contains(name) && actual.at(name) == bytes) << name << " of " << a << " and " << b;
@@ -110,6 +111,41 @@ TEST(Ranks, ThreeRanksAreThreeLeaves) {
     expect_success(run(folder, small(folder, "one", settings)));
     expect_success(run(folder, on_ranks(small(folder, "three", settings), 3)));
     expect_same_run(folder, "one", "three");
+}
+
+// Rates that follow the leaves' gradients, whoever computes them; and what they follow is saved. They only
+// move after ten steps.
+TEST(Ranks, AdaptedRatesAreTheSame) {
+    for (const char* optimizer : {"adamw", "muon"}) {
+        const TempFolder folder;
+        const Arguments settings = {"--optimizer",        optimizer, "--dtype",    "bf16",
+                                    "--reduce-dtype",     "bf16",    "--steps",    "18",
+                                    "--checkpoint-every", "12",      "--lr-adapt", "true"};
+        const auto adapted = [&](const std::string& out) { return small(folder, out, settings); };
+        const auto averages = [&](const std::string& out) {
+            return json::parse(read_file(folder / (out + "/step_00000018/state.json")))["state"]["lr_adapt"];
+        };
+        expect_success(run(folder, adapted("one")));
+        const json expected = averages("one");
+        EXPECT_EQ(expected["steps"], 18);
+        for (const int ranks : {2, 4, 8}) {
+            const std::string name = std::to_string(ranks);
+            expect_success(run(folder, on_ranks(adapted(name), ranks)));
+            expect_same_run(folder, "one", name, "/step_00000018");
+            EXPECT_EQ(averages(name), expected);
+        }
+        keep_checkpoint(folder / "2", 12);
+        Arguments on_four = on_ranks(adapted("2"), 4);
+        on_four.push_back("--resume");
+        expect_success(run(folder, on_four));
+        expect_same_run(folder, "one", "2", "/step_00000018");
+        EXPECT_EQ(averages("2"), expected);
+        bool moved = false;
+        for (const json& line : log_lines(folder / "one")) {
+            if (line["type"] == "train") moved |= line["lr_multiplier"][0] != line["lr_multiplier"][2];
+        }
+        EXPECT_TRUE(moved);
+    }
 }
 
 // More ranks than matrices, or than blocks that any of them could own.

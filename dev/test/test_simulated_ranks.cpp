@@ -30,6 +30,7 @@ struct Setting {
 };
 struct Outcome {
     std::vector<double> losses, norms;
+    std::vector<std::vector<double>> leaf_squares;  // of each step
     std::vector<uint16_t> weights;
 
     bool operator==(const Outcome&) const = default;
@@ -63,9 +64,9 @@ void train_rank(Comm* comm, int device) {
         gpt_create<bf16_t>(config, B, T, true, Recompute::none,
                            optimizer_minimum_workspace(optimizer) * sizeof(float), stream, &ownership);
     gpt_initialize(model, 1, stream);
-    DataParallel parallel = data_parallel_create(comm, table, gpt_stages(config), ownership,
-                                                 {setting.leaves, setting.reduce_dtype, setting.overlap},
-                                                 {.index = device}, stream);
+    DataParallel parallel = data_parallel_create(
+        comm, table, gpt_stages(config), ownership,
+        {setting.leaves, setting.reduce_dtype, setting.overlap, true}, {.index = device}, stream);
     auto* sums = static_cast<double*>(device_malloc(table_blocks(table) * sizeof(double), stream));
     std::vector<int> tokens(B * T), targets(B * T);
     GptHooks hooks;
@@ -90,6 +91,12 @@ void train_rank(Comm* comm, int device) {
         std::vector<double> squares = block_squares(model.grads, table, ownership, sums, stream);
         comm_sum(comm, squares.data(), squares.size());
         comm_sum(comm, losses.data(), losses.size());
+        const std::vector<double> own = own_leaf_squares(parallel);
+        const auto ranks = static_cast<size_t>(comm_ranks(comm)), rank = static_cast<size_t>(comm_rank(comm));
+        std::vector<double> of_ranks(ranks * own.size());
+        std::copy(own.begin(), own.end(), of_ranks.begin() + static_cast<std::ptrdiff_t>(rank * own.size()));
+        comm_sum(comm, of_ranks.data(), of_ranks.size());
+        result.leaf_squares.push_back(sum_leaf_squares(of_ranks, ranks));
         result.norms.push_back(global_grad_norm(squares));
         result.losses.push_back(tree_fold<double>(static_cast<unsigned>(setting.leaves),
                                                   [&](unsigned leaf) { return losses[leaf]; }));
