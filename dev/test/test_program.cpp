@@ -35,13 +35,16 @@ void expect_resume_equals_straight_run(const std::string& optimizer, const std::
     for (const std::string& option : more) trace += " " + option;
     SCOPED_TRACE(trace);
     TempFolder folder;
-    Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
-    kind.insert(kind.end(), more.begin(), more.end());
+    const Arguments kind = {"--optimizer", optimizer, "--dtype", dtype};
+    const auto with_more = [&](Arguments arguments) {
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        return arguments;
+    };
     const auto averages = [&](const std::string& out) {
         const json state = json::parse(read_file(folder / (out + "/step_00000020/state.json")))["state"];
         return state.value("lr_adapt", json());
     };
-    const Result straight = run(folder, tiny(folder, "straight", kind));
+    const Result straight = run(folder, with_more(tiny(folder, "straight", kind)));
     ASSERT_EQ(straight.status, 0) << straight.err;
     const auto expected = training_lines(folder / "straight");
     ASSERT_EQ(expected.size(), 20u + 4u);  // 20 steps; validation at 0, 7, 14, 20
@@ -50,7 +53,7 @@ void expect_resume_equals_straight_run(const std::string& optimizer, const std::
         const std::string out = std::string("resumed") + at;
         Arguments changes = kind;
         changes.insert(changes.end(), {"--checkpoint-every", at, "--keep", "0"});
-        ASSERT_EQ(run(folder, tiny_with(folder, out, changes)).status, 0);
+        ASSERT_EQ(run(folder, with_more(tiny_with(folder, out, changes))).status, 0);
         keep_checkpoint(folder / out, std::stoul(at));
         const Result resumed = run(folder, {"--out", folder / out, "--resume"});
         ASSERT_EQ(resumed.status, 0) << resumed.err;
@@ -78,11 +81,11 @@ TEST(Program, ResumeAtAnyStepEqualsTheStraightRunBitForBit) {
 // Before the adapted rates move, after the first tenth step that does it, and later; with a loss scale that
 // grows and steps that it makes the run skip.
 TEST(Program, ResumeWithAdaptedRatesEqualsTheStraightRunBitForBit) {
-    Arguments adapted = {"--lr-adapt", "true", "--virtual-ranks", "3"};
+    const Arguments adapted = {"--lr-adapt", "--virtual-ranks", "3"};
     for (const char* optimizer : {"adamw", "muon"})
         expect_resume_equals_straight_run(optimizer, "fp32", adapted, {"5", "11", "17"});
-    adapted.insert(adapted.end(), {"--state-dtype", "bf16"});
-    expect_resume_equals_straight_run("muon", "fp16", adapted, {"13"});
+    expect_resume_equals_straight_run("muon", "fp16",
+                                      {"--lr-adapt", "--virtual-ranks", "3", "--state-dtype", "bf16"}, {"13"});
 }
 
 // What backward computes again changes no bit, and need not stay the same over a resume.

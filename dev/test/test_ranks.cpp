@@ -118,10 +118,14 @@ TEST(Ranks, ThreeRanksAreThreeLeaves) {
 TEST(Ranks, AdaptedRatesAreTheSame) {
     for (const char* optimizer : {"adamw", "muon"}) {
         const TempFolder folder;
-        const Arguments settings = {"--optimizer",        optimizer, "--dtype",    "bf16",
-                                    "--reduce-dtype",     "bf16",    "--steps",    "18",
-                                    "--checkpoint-every", "12",      "--lr-adapt", "true"};
-        const auto adapted = [&](const std::string& out) { return small(folder, out, settings); };
+        const Arguments settings = {"--optimizer",        optimizer, "--dtype", "bf16",
+                                    "--reduce-dtype",     "bf16",    "--steps", "18",
+                                    "--checkpoint-every", "12"};
+        const auto adapted = [&](const std::string& out) {
+            Arguments arguments = small(folder, out, settings);
+            arguments.push_back("--lr-adapt");
+            return arguments;
+        };
         const auto averages = [&](const std::string& out) {
             return json::parse(read_file(folder / (out + "/step_00000018/state.json")))["state"]["lr_adapt"];
         };
