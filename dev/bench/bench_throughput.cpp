@@ -227,9 +227,8 @@ void run(const Settings& settings) {
            device_name(stream).c_str(), tokens, micro_batches,
            100 * dense / (flops_per_token * static_cast<double>(tokens)));
 
-    // The first step of each warms up; the second tells how many a block needs.
+    // The first step of each warms up, and tells how many a block needs.
     double slowest = 0;
-    for (Contender<Storage>& c : contenders) train_step(c, loader, micro_batches, stream);
     for (Contender<Storage>& c : contenders)
         slowest = std::max(slowest, train_step(c, loader, micro_batches, stream).first);
     const auto steps = static_cast<size_t>(std::max(1.0, std::ceil(settings.block_seconds / slowest)));

@@ -29,12 +29,28 @@ PROGRAMS = os.environ.get("PROGRAMS", "build/cpu")
 
 def point(adamw, muon, optimizer=(0.0, 0.0), device="a GPU"):
     """A throughput measurement of two contenders, by their blocks' seconds."""
-    contenders = [{"name": name, "seconds": seconds, "optimizer_seconds": [update] * len(seconds),
-                   "newton_schulz_flops": flops}
-                  for name, seconds, update, flops in ((ADAMW, adamw, optimizer[0], 0.0), (MUON, muon, optimizer[1], 5e9),
-                                                       (LEAN, muon, optimizer[1], 1e9))]
-    return {"contenders": contenders, "tokens_per_step": 1000, "flops_per_token": 1e8, "device": device, "dtype": "fp32",
-            "matmul_ceiling_flops": 1e12, "equal_difficulty_tokens": 1000.0}
+    contenders = [
+        {
+            "name": name,
+            "seconds": seconds,
+            "optimizer_seconds": [update] * len(seconds),
+            "newton_schulz_flops": flops,
+        }
+        for name, seconds, update, flops in (
+            (ADAMW, adamw, optimizer[0], 0.0),
+            (MUON, muon, optimizer[1], 5e9),
+            (LEAN, muon, optimizer[1], 1e9),
+        )
+    ]
+    return {
+        "contenders": contenders,
+        "tokens_per_step": 1000,
+        "flops_per_token": 1e8,
+        "device": device,
+        "dtype": "fp32",
+        "matmul_ceiling_flops": 1e12,
+        "equal_difficulty_tokens": 1000.0,
+    }
 
 
 class Numbers:
@@ -50,7 +66,9 @@ class Numbers:
 def throughput_of(at_equal, at_ten):
     size = SIZES["quick"]
     name = size.throughput[0].name
-    return verdicts.throughput(size, Numbers({f"throughput/{name}/1": at_equal, f"throughput/{name}/10": at_ten}))
+    return verdicts.throughput(
+        size, Numbers({f"throughput/{name}/1": at_equal, f"throughput/{name}/10": at_ten})
+    )
 
 
 class Intervals(unittest.TestCase):
@@ -83,7 +101,9 @@ class Throughput(unittest.TestCase):
 
     def test_noise_is_said_and_parts_see_through_it(self):
         noisy = [1.0, 1.5, 0.8, 1.2, 0.9]
-        self.assertEqual(throughput_of(point(noisy, noisy[::-1]), point(noisy, noisy[::-1])).verdict, CONFIRMED)
+        self.assertEqual(
+            throughput_of(point(noisy, noisy[::-1]), point(noisy, noisy[::-1])).verdict, CONFIRMED
+        )
         slow = point(noisy, noisy[::-1], (0.0, 0.2))  # a fifth of the step, drowned in the blocks
         self.assertIsNone(verdicts.judge(verdicts.by_blocks(slow, MUON), 0.98))
         self.assertEqual(throughput_of(slow, slow).verdict, REFUTED)
@@ -94,13 +114,22 @@ class Throughput(unittest.TestCase):
     def test_nothing_is_confirmed_by_nothing(self):
         self.assertEqual(throughput_of(None, None).verdict, UNMEASURED)
         self.assertEqual(throughput_of({"failed": "no memory"}, {"failed": "no memory"}).verdict, UNMEASURED)
-        self.assertEqual(throughput_of(point(self.steady, self.steady), {"failed": "no memory"}).verdict, UNMEASURED)
+        self.assertEqual(
+            throughput_of(point(self.steady, self.steady), {"failed": "no memory"}).verdict, UNMEASURED
+        )
 
 
 def run(name, losses, command="train_gpt --lr 1 ", final=None):
     validation = [[8 * i, loss, float(i)] for i, loss in enumerate(losses)]
-    return {"validation": validation, "final": final or losses[-1], "command": command + CONTENDERS[name], "skipped": 0,
-            "peak_bytes": 10, "tokens_per_second": 1, "optimizer_ms": 1}
+    return {
+        "validation": validation,
+        "final": final or losses[-1],
+        "command": command + CONTENDERS[name],
+        "skipped": 0,
+        "peak_bytes": 10,
+        "tokens_per_second": 1,
+        "optimizer_ms": 1,
+    }
 
 
 class Trained(unittest.TestCase):
@@ -152,7 +181,9 @@ class Trained(unittest.TestCase):
         # Two standard deviations of 3.00, 3.01, 3.02 are 0.02.
         self.assertEqual(verdicts.precision(self.size, self.results()).verdict, CONFIRMED)
         for seed in self.size.seeds:
-            self.runs[f"run/{MUON}/lr 1/seed {seed}/steps {self.size.precision_steps}/bf16/state fp32"]["final"] += 0.03
+            self.runs[f"run/{MUON}/lr 1/seed {seed}/steps {self.size.precision_steps}/bf16/state fp32"][
+                "final"
+            ] += 0.03
         self.assertEqual(verdicts.precision(self.size, self.results()).verdict, REFUTED)
 
 
@@ -169,9 +200,33 @@ class Bits(unittest.TestCase):
         self.assertEqual(verdicts.reproducibility(size, Numbers(found)).verdict, REFUTED)
 
 
+class Adaptive(unittest.TestCase):
+    def losses(self, adapted):
+        """Muon's final losses by seed and shock, without --lr-adapt and with it."""
+        size, found = SIZES["quick"], {}
+        for i, seed in enumerate(size.seeds):
+            for adapt in (False, True):
+                key = verdicts.shock_key(size.learning_rates[0], seed, adapt)
+                found[key] = {"losses": {"undisturbed": 3.0 + 0.01 * i, "random tokens": 3.2 + 0.01 * i}}
+                for shock, difference in adapted.items() if adapt else ():
+                    found[key]["losses"][shock] += difference
+        return verdicts.adaptive(size, Numbers(found)).verdict
+
+    def test_no_worse_undisturbed_and_better_under_every_shock(self):
+        self.assertEqual(self.losses({"undisturbed": 0.005, "random tokens": -0.05}), CONFIRMED)
+        self.assertEqual(self.losses({"undisturbed": 0.02, "random tokens": -0.05}), REFUTED)
+        self.assertEqual(self.losses({"undisturbed": -0.005, "random tokens": 0.001}), REFUTED)
+        self.assertEqual(self.losses({}), UNMEASURED)
+        self.assertEqual(verdicts.adaptive(SIZES["quick"], Numbers({})).verdict, UNMEASURED)
+
+
 def reproduce(*options):
-    return subprocess.run([sys.executable, "scripts/reproduce", *options, "--programs", PROGRAMS], cwd=ROOT, text=True,
-                          capture_output=True)
+    return subprocess.run(
+        [sys.executable, "scripts/reproduce", *options, "--programs", PROGRAMS],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
 
 
 class EndToEnd(unittest.TestCase):
@@ -195,13 +250,15 @@ class EndToEnd(unittest.TestCase):
         for key, value in self.results["measurements"].items():
             if key.startswith("throughput/"):
                 # Tokens a step, from GPT-2's formulas: a layer's dense Newton-Schulz is 300 C^3, q, k, v apart.
-                dense = 2 * 300 * 64 ** 3
+                dense = 2 * 300 * 64**3
                 self.assertAlmostEqual(value["dense_newton_schulz_flops"], dense, delta=1)
                 share = dense / (value["flops_per_token"] * value["tokens_per_step"])
                 self.assertAlmostEqual(share * value["difficulty"], 0.05, delta=0.007)
                 self.assertEqual(value["tokens_per_step"] % (16 * 64), 0)
                 for contender in value["contenders"]:
-                    self.assertEqual(len(contender["seconds"]), dict(size.throughput[0].points)[value["difficulty"]])
+                    self.assertEqual(
+                        len(contender["seconds"]), dict(size.throughput[0].points)[value["difficulty"]]
+                    )
                     self.assertGreaterEqual(len(contender["seconds"]), 5)
                     for whole, part in zip(contender["seconds"], contender["optimizer_seconds"]):
                         self.assertTrue(0 < part < whole)
@@ -210,8 +267,11 @@ class EndToEnd(unittest.TestCase):
                 self.assertEqual(value["skipped"], 0)
 
     def test_the_plan_is_what_was_allocated(self):
-        runs = [(key.split("/")[1], value) for key, value in self.results["measurements"].items()
-                if key.startswith("run/") and key.endswith("steps 8/fp32/state fp32")]
+        runs = [
+            (key.split("/")[1], value)
+            for key, value in self.results["measurements"].items()
+            if key.startswith("run/") and key.endswith("steps 8/fp32/state fp32")
+        ]
         for name, value in runs:
             plan = self.results["measurements"]["memory/plans"][f"trained/{name}"]
             self.assertEqual(plan["optimizer_state_bytes"], value["optimizer_state_bytes"])
@@ -231,8 +291,16 @@ class EndToEnd(unittest.TestCase):
     def test_a_handicapped_muon_is_refuted(self):
         self.assertNotEqual(self.verdicts["throughput"]["verdict"], REFUTED, self.verdicts["throughput"])
         out = Path(self.folder.name) / "handicapped"
-        done = reproduce("--size", "smoke", "--only", "throughput", "--out", str(out), "--throughput-program",
-                         f"{PROGRAMS}/bench_handicapped")
+        done = reproduce(
+            "--size",
+            "smoke",
+            "--only",
+            "throughput",
+            "--out",
+            str(out),
+            "--throughput-program",
+            f"{PROGRAMS}/bench_handicapped",
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         row = json.loads((out / "results.json").read_text())["verdicts"][0]
         self.assertEqual((row["key"], row["verdict"]), ("throughput", REFUTED), row)
@@ -267,7 +335,7 @@ class EndToEnd(unittest.TestCase):
                     self.assertTrue(0 <= float(element.get(name, 0)) <= width)
                 for name in ("y", "y1", "y2", "cy"):
                     self.assertTrue(0 <= float(element.get(name, 0)) <= height)
-        table = text[text.index("<tbody>"):text.index("</tbody>")]
+        table = text[text.index("<tbody>") : text.index("</tbody>")]
         self.assertEqual(len(re.findall(r"<tr>", table)), len(self.verdicts))
         markdown = (self.out / "report.md").read_text()
         for row in self.verdicts.values():
@@ -282,7 +350,10 @@ class EndToEnd(unittest.TestCase):
         text = path.read_text()
         self.assertNotIn("old", text)
         self.assertTrue(text.startswith("before\n") and text.endswith("\nafter\n"))
-        self.assertIn(page.claim_table(verdicts.judge_all(SIZES["smoke"], Results.of_file(self.out / "results.json"))), text)
+        self.assertIn(
+            page.claim_table(verdicts.judge_all(SIZES["smoke"], Results.of_file(self.out / "results.json"))),
+            text,
+        )
 
 
 if __name__ == "__main__":

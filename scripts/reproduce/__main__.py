@@ -17,18 +17,31 @@ from sizes import SIZES
 
 
 def parse():
-    parser = argparse.ArgumentParser(prog="reproduce_98.sh", description="Checks the project's claims on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="reproduce_98.sh", description="Checks the project's claims on this machine."
+    )
     parser.add_argument("--quick", action="store_true", help="six minutes on 2 cores; short for --size quick")
     parser.add_argument("--size", choices=sorted(SIZES), help="default: full on a CPU, gpu on a GPU")
     parser.add_argument("--out", help="folder of the report; default: runs/reproduce_98_<size>")
-    parser.add_argument("--programs", help="folder of train_gpt, bench_throughput and bench_plan; default: builds them")
+    parser.add_argument(
+        "--programs", help="folder of train_gpt, bench_throughput and bench_plan; default: builds them"
+    )
     parser.add_argument("--throughput-program", help="in place of bench_throughput")
-    parser.add_argument("--only", help="subjects, comma between: memory, throughput, training, bits")
-    parser.add_argument("--jobs", type=int, help="training runs at a time, a thread each; default: the cores; 1 on a GPU")
-    parser.add_argument("--page", metavar="RESULTS", help="writes the report from a results.json again, beside it or "
-                        "to --out; measures nothing")
-    parser.add_argument("--readme", nargs=2, metavar=("RESULTS", "README"),
-                        help="writes the claim table of a results.json into a README, between its markers")
+    parser.add_argument("--only", help="subjects, comma between: memory, throughput, training, bits, shocks")
+    parser.add_argument(
+        "--jobs", type=int, help="training runs at a time, a thread each; default: the cores; 1 on a GPU"
+    )
+    parser.add_argument(
+        "--page",
+        metavar="RESULTS",
+        help="writes the report from a results.json again, beside it or " "to --out; measures nothing",
+    )
+    parser.add_argument(
+        "--readme",
+        nargs=2,
+        metavar=("RESULTS", "README"),
+        help="writes the claim table of a results.json into a README, between its markers",
+    )
     return parser.parse_args()
 
 
@@ -89,7 +102,11 @@ def choose_size(options, programs):
 
 
 def run(options):
-    programs = Path(options.programs) if options.programs else Path(os.path.relpath(Path("train_gpt").resolve().parent))
+    programs = (
+        Path(options.programs)
+        if options.programs
+        else Path(os.path.relpath(Path("train_gpt").resolve().parent))
+    )
     size = choose_size(options, programs)
     if options.only:
         size.only = options.only.split(",")
@@ -98,15 +115,24 @@ def run(options):
     results = Results(out, size.name)
     bench = measure.Bench(size, out, programs, options.throughput_program)
     bench.tokenize()
-    results.data.setdefault("about", {"program": bench.version, "git": measure.git_hash(), **measure.machine(),
-                                      "command": "scripts/reproduce_98.sh " + measure.command_text(sys.argv[1:])})
+    results.data.setdefault(
+        "about",
+        {
+            "program": bench.version,
+            "git": measure.git_hash(),
+            **measure.machine(),
+            "command": "scripts/reproduce_98.sh " + measure.command_text(sys.argv[1:]),
+        },
+    )
     results.write()
     jobs = options.jobs or (1 if bench.on_gpu else len(os.sched_getaffinity(0)))
     print(f"size {size.name} ({size.about}); {bench.version}; results in {out}", flush=True)
     progress = Progress(plan.total_weight(bench))
     for tasks in plan.stages(bench, results):
         run_stage(tasks, results, progress, jobs)
-    results.data["about"]["seconds"] = results.data["about"].get("seconds", 0) + time.monotonic() - progress.start
+    results.data["about"]["seconds"] = (
+        results.data["about"].get("seconds", 0) + time.monotonic() - progress.start
+    )
     results.write()
     write_report(size, results, out)
 

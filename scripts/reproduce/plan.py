@@ -22,19 +22,24 @@ def throughput_tasks(bench):
     for curve in bench.size.throughput:
         names = (ADAMW, MUON, LEAN)
         for difficulty, blocks in curve.points:
+
             def work(curve=curve, difficulty=difficulty, blocks=blocks):
                 return measure.throughput(bench, curve, difficulty, blocks, names)
+
             tasks.append(Task(f"throughput/{curve.name}/{difficulty:g}", 3 * difficulty * blocks, work, True))
         if curve.ablation_blocks:
+
             def work(curve=curve):
                 return measure.throughput(bench, curve, 1, curve.ablation_blocks, (ADAMW, *ABLATION))
+
             tasks.append(Task(f"ablation/{curve.name}", 7 * curve.ablation_blocks, work, True))
     return tasks
 
 
 def run_task(bench, key, name, learning_rate, seed, steps, *types):
-    return Task(key, 0.35 * steps * (1 if bench.size.model else 0),
-                lambda: measure.training_run(bench, key, name, learning_rate, seed, steps, *types))
+    return Task(
+        key, 0.35 * steps, lambda: measure.training_run(bench, key, name, learning_rate, seed, steps, *types)
+    )
 
 
 def run_key(name, learning_rate, seed, steps, dtype="fp32", state="fp32"):
@@ -60,8 +65,29 @@ def convergence(size, results):
 
 def precision(size, results):
     rate = verdicts.best_rate(size, results, ADAMW)
-    return [(name, rate, seed, size.precision_steps, dtype, state)
-            for name in (ADAMW, MUON) for dtype, state in verdicts.precision_types(name) for seed in size.seeds]
+    return [
+        (name, rate, seed, size.precision_steps, dtype, state)
+        for name in (ADAMW, MUON)
+        for dtype, state in verdicts.precision_types(name)
+        for seed in size.seeds
+    ]
+
+
+def shock_tasks(bench, results):
+    """With and without --lr-adapt, where the program has it; at AdamW's best learning rate."""
+    if "--lr-adapt" not in bench.help:
+        return []
+    rate = verdicts.best_rate(bench.size, results, ADAMW)
+    measure.make_noise(bench)
+    return [
+        Task(
+            verdicts.shock_key(rate, seed, adapt),
+            0.35 * 3 * bench.size.shock_steps,
+            lambda seed=seed, adapt=adapt: measure.shocks(bench, MUON, rate, seed, adapt),
+        )
+        for seed in bench.size.seeds
+        for adapt in (False, True)
+    ]
 
 
 def stages(bench, results):
@@ -73,7 +99,11 @@ def stages(bench, results):
         yield runs(bench, sweep(size))
         yield runs(bench, convergence(size, results)) + runs(bench, precision(size, results))
     if size.wants("bits"):
-        yield [Task(f"bits/{name}", 20, lambda name=name: measure.bits(bench, name), True) for name in (ADAMW, MUON)]
+        yield [
+            Task(f"bits/{name}", 20, lambda name=name: measure.bits(bench, name), True)
+            for name in (ADAMW, MUON)
+        ]
+    yield shock_tasks(bench, results) if size.wants("shocks") else []
 
 
 def total_weight(bench):
@@ -83,4 +113,6 @@ def total_weight(bench):
     if size.wants("training"):
         counted = len(sweep(size)) + 2 * len(size.seeds) + 2 * (len(size.seeds) - 1)
         total += 0.35 * (counted * size.steps + 7 * len(size.seeds) * size.precision_steps)
+    if size.wants("shocks") and "--lr-adapt" in bench.help:
+        total += 0.35 * 3 * size.shock_steps * 2 * len(size.seeds)
     return total + (40 if size.wants("bits") else 0)

@@ -16,10 +16,15 @@ def section(results_file):
     size = SIZES[results.data["size"]]
     rows = verdicts.judge_all(size, results)
     notes = "\n".join(f"- **{row.claim}**: {row.note}" for row in rows if row.note)
-    waits = ("" if "cuda backend" in results.data["about"]["program"] else
-             "Nothing here has run on a GPU yet: `scripts/reproduce_98.sh` measures the same there.\n\n")
-    return (f"{page.about_text(results)}\n\n{page.claim_table(rows)}\n{notes}\n\n{waits}Made of `{results_file}` by "
-            f"`scripts/reproduce_98.sh --readme {results_file} README.md`.")
+    waits = (
+        ""
+        if "cuda backend" in results.data["about"]["program"]
+        else "Nothing here has run on a GPU yet: `scripts/reproduce_98.sh` measures the same there.\n\n"
+    )
+    return (
+        f"{page.about_text(results)}\n\n{page.claim_table(rows)}\n{notes}\n\n{waits}Made of `{results_file}` by "
+        f"`scripts/reproduce_98.sh --readme {results_file} README.md`."
+    )
 
 
 def write(results_file, readme_file):

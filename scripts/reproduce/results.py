@@ -12,8 +12,10 @@ class Results:
         if self.path.exists():
             self.data = json.loads(self.path.read_text())
             if self.data["size"] != size_name:
-                raise SystemExit(f"reproduce_98.sh: --out {folder}: holds size {self.data['size']}, not {size_name}; "
-                                 "give another folder")
+                raise SystemExit(
+                    f"reproduce_98.sh: --out {folder}: holds size {self.data['size']}, not {size_name}; "
+                    "give another folder"
+                )
 
     @classmethod
     def of_file(cls, path):

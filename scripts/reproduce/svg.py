@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 400, 250
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 36, 22, 40
 
 
 @dataclass
 class Series:
     """A line: points (x, y) or, with whiskers, (x, y, low, high). `css` names its colour."""
+
     name: str
     css: str
     points: list
@@ -41,8 +42,11 @@ def nice_ticks(low, high, wanted=5):
 
 
 def log_ticks(low, high):
-    ticks = [factor * 10 ** power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-             for factor in (1, 2, 5)]
+    ticks = [
+        factor * 10**power
+        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for factor in (1, 2, 5)
+    ]
     return [tick for tick in ticks if low <= tick * 1.0001 and tick <= high * 1.0001]
 
 
@@ -67,7 +71,9 @@ class Scale:
 
 
 def text(x, y, words, anchor="middle", css="", extra=""):
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}" {extra}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}" {extra}>{escape(words)}</text>'
+    )
 
 
 def line(x1, y1, x2, y2, css):
@@ -75,7 +81,11 @@ def line(x1, y1, x2, y2, css):
 
 
 def drawing(parts, title, height=HEIGHT):
-    return (f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">' + "".join(parts) + "</svg>")
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
 
 
 def limits(series, axes):
@@ -107,12 +117,11 @@ def frame(x, y, axes, x_low, x_high, y_low, y_high):
 def marks(x, y, axes):
     parts = []
     for value, words in axes.x_marks:
-        parts.append(line(x(value), TOP, x(value), HEIGHT - BOTTOM, "mark"))
-        right = x(value) < (LEFT + WIDTH) / 2
-        parts.append(text(x(value) + (5 if right else -5), HEIGHT - BOTTOM - 8, words, "start" if right else "end"))
+        parts.append(line(x(value), TOP - 4, x(value), HEIGHT - BOTTOM, "mark"))
+        parts.append(text(min(max(x(value), LEFT + 30), WIDTH - 60), TOP - 9, words))
     for value, words in axes.y_marks:
         parts.append(line(LEFT, y(value), WIDTH - RIGHT, y(value), "mark"))
-        parts.append(text(WIDTH - RIGHT - 2, y(value) - 4, words, "end"))
+        parts.append(text(WIDTH - RIGHT + 4, y(value) + 4, words, "start"))
     return parts
 
 
@@ -124,13 +133,19 @@ def curves(title, series, axes):
     x = Scale(x_low, x_high, LEFT, WIDTH - RIGHT, axes.log_x)
     y = Scale(y_low, y_high, HEIGHT - BOTTOM, TOP, False)
     parts = frame(x, y, axes, x_low, x_high, y_low, y_high) + marks(x, y, axes)
-    for one in series:
-        path = " ".join(f"{x(point[0]):.1f},{y(min(max(point[1], y_low), y_high)):.1f}" for point in one.points)
+    for number, one in enumerate(series):
+        aside = 3 * (number - (len(series) - 1) / 2)  # so that whiskers at one place do not hide each other
+        path = " ".join(
+            f"{x(point[0]):.1f},{y(min(max(point[1], y_low), y_high)):.1f}" for point in one.points
+        )
         parts.append(f'<polyline points="{path}" class="line {one.css}{" faint" if one.faint else ""}"/>')
         for point in one.points if one.dots else []:
             if len(point) == 4:
-                parts.append(line(x(point[0]), y(point[2]), x(point[0]), y(point[3]), f"whisker {one.css}"))
-            parts.append(f'<circle cx="{x(point[0]):.1f}" cy="{y(point[1]):.1f}" r="3.5" class="dot {one.css}"/>')
+                at = x(point[0]) + aside
+                parts.append(line(at, y(point[2]), at, y(point[3]), f"whisker {one.css}"))
+            parts.append(
+                f'<circle cx="{x(point[0]):.1f}" cy="{y(point[1]):.1f}" r="3.5" class="dot {one.css}"/>'
+            )
     return drawing(parts, title)
 
 
@@ -144,7 +159,9 @@ def bars(title, groups, unit):
         parts.append(text(left - 6, at + row * len(members) / 2 + 4, name, "end"))
         for _, css, value, words in members:
             length = max(1.0, room * value / most)
-            parts.append(f'<rect x="{left}" y="{at + 2}" width="{length:.1f}" height="{row - 4}" class="bar {css}"/>')
+            parts.append(
+                f'<rect x="{left}" y="{at + 2}" width="{length:.1f}" height="{row - 4}" class="bar {css}"/>'
+            )
             parts.append(text(left + length + 5, at + row - 5, words, "start"))
             at += row
         at += gap
