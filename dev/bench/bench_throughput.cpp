@@ -12,7 +12,6 @@
 // Polar Express with q, k and v apart, is 5 % of the model's FLOPs.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -25,6 +24,7 @@
 #include "cli/version.h"
 #include "data/loader.h"
 #include "dev/bench/shape_of.h"
+#include "dev/bench/timing.h"
 #include "dist/layout.h"
 #include "kernels/device.h"
 #include "kernels/error.h"
@@ -63,16 +63,6 @@ struct Contender {
     double newton_schulz_flops = 0;                  // a step
     std::vector<double> seconds, optimizer_seconds;  // a step, in each block
 };
-
-double now_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double median(std::vector<double> samples) {
-    std::sort(samples.begin(), samples.end());
-    const size_t half = samples.size() / 2;
-    return samples.size() % 2 ? samples[half] : (samples[half - 1] + samples[half]) / 2;
-}
 
 // "name: options" as the name, the options, and all options as train_gpt would parse them.
 TrainOptions parse_contender(const Settings& settings, const std::string& text, std::string& name,
@@ -232,12 +222,15 @@ void run(const Settings& settings) {
     for (Contender<Storage>& c : contenders)
         slowest = std::max(slowest, train_step(c, loader, micro_batches, stream).first);
     const auto steps = static_cast<size_t>(std::max(1.0, std::ceil(settings.block_seconds / slowest)));
+    const CpuTime cpu_before = cpu_time();
+    const double start = now_seconds();
     for (int round = 0; round < settings.blocks; round++) {
         for (size_t i = 0; i < contenders.size(); i++) {
             const size_t turn = round % 2 ? contenders.size() - 1 - i : i;
             run_block(contenders[turn], loader, micro_batches, steps, stream);
         }
     }
+    const double foreign = foreign_cores(cpu_before, cpu_time(), now_seconds() - start);
     print_table(contenders, flops_per_token, static_cast<double>(tokens));
 
     json result = {{"git", git_commit()},
@@ -252,6 +245,7 @@ void run(const Settings& settings) {
                    {"tokens_per_step", tokens},
                    {"micro_batches", micro_batches},
                    {"steps_per_block", steps},
+                   {"cores_of_other_processes", foreign},
                    {"contenders", json::array()}};
     for (Contender<Storage>& c : contenders) {
         result["contenders"].push_back(contender_json(c));

@@ -93,10 +93,9 @@ def throughput(bench, curve, difficulty, blocks, names, jobs=None):
         bench.size.dtype,
         *curve.model.split(),
     ]
-    load = os.getloadavg()[0]
     bench.run(command)
     result = json.loads(result_file.read_text())
-    return {**result, "difficulty": difficulty, "command": command_text(command), "load_before": load}
+    return {**result, "difficulty": difficulty, "command": command_text(command)}
 
 
 def read_log(folder):

@@ -551,10 +551,16 @@ def about_text(results):
     device = next(
         (value["device"] for value in results.data["measurements"].values() if "device" in value), ""
     )
-    loads = [
-        value["load_before"] for value in results.data["measurements"].values() if "load_before" in value
+    busy = [
+        value["cores_of_other_processes"]
+        for value in results.data["measurements"].values()
+        if "cores_of_other_processes" in value
     ]
-    load = f" Load before the timed measurements: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
+    load = (
+        f" While throughput was measured, other processes kept {min(busy):.1f} to {max(busy):.1f} cores busy."
+        if busy
+        else ""
+    )
     return (
         f"Size {results.data['size']}, {about['date']}, {about['seconds'] / 60:.0f} minutes. {about['cpu']}, "
         f"{about['cores']} cores, {about['memory_bytes'] / 2**30:.0f} GiB; {device}. {about['program']}.{load} "

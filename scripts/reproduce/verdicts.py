@@ -567,6 +567,9 @@ def adaptive(size, results):
             UNMEASURED,
             "this program has no `--lr-adapt`, or runs failed",
         )
+    if all(plain == adapted for pairs in losses.values() for plain, adapted in pairs):
+        too_short = f"`--lr-adapt` has not acted within the {size.shock_steps} steps of this size"
+        return Verdict("adaptive", claim, NO_SOURCE, "no difference", UNMEASURED, too_short)
     mean = {
         shock: statistics.mean(adapted / plain - 1 for plain, adapted in pairs)
         for shock, pairs in losses.items()
