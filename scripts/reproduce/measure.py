@@ -1,6 +1,7 @@
 """The measurements: each a function that runs programs of this tree and returns numbers as JSON can hold them."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
+from sizes import ADAMW, CONTENDERS, LEAN, MUON
 
 
 class Failed(Exception):
@@ -346,28 +347,26 @@ def shocks(bench, name, learning_rate, seed, adapt):
 STATES = {"fp32": "", "momentum": "--muon-state-dtype bf16", "bf16": "--state-dtype bf16"}
 
 
+def plan(bench, options):
+    return json.loads(bench.run([bench.programs / "bench_plan", "--", *options.split()]))
+
+
 def plans(bench):
     """Memory and traffic by the program's own plans, of shapes that need not fit this machine."""
     result = {}
-    for shape in bench.size.shapes:
-        for name in (ADAMW, MUON):
-            for state, state_options in STATES.items():
-                for dtype in ("fp32", "bf16"):
-                    for recompute in ("none", "block"):
-                        options = (
-                            f"--model {shape} --dtype {dtype} --recompute {recompute} --reduce-dtype {dtype} "
-                            f"{CONTENDERS[name]} {state_options if name == MUON or state != 'momentum' else ''}"
-                        )
-                        said = bench.run([bench.programs / "bench_plan", "--", *options.split()])
-                        result[f"{shape}/{name}/{dtype}/state {state}/recompute {recompute}"] = json.loads(
-                            said
-                        )
+    states = [(ADAMW, "fp32"), (ADAMW, "bf16"), *((MUON, state) for state in STATES)]
+    for shape, (name, state) in itertools.product(bench.size.shapes, states):
+        for dtype, recompute in itertools.product(("fp32", "bf16"), ("none", "block")):
+            options = (
+                f"--model {shape} --dtype {dtype} --reduce-dtype {dtype} --recompute {recompute} "
+                f"{CONTENDERS[name]} {STATES[state]}"
+            )
+            result[f"{shape}/{name}/{dtype}/state {state}/recompute {recompute}"] = plan(bench, options)
     # The trained size: what the allocator counted stands beside it in the runs.
     for name in (ADAMW, MUON, LEAN):
         if bench.size.model:
             options = f"{bench.size.model} {bench.size.batch} --vocab-size 257 {CONTENDERS[name]}"
-            said = bench.run([bench.programs / "bench_plan", "--", *options.split()])
-            result[f"trained/{name}"] = json.loads(said)
+            result[f"trained/{name}"] = plan(bench, options)
     return result
 
 

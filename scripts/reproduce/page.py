@@ -3,47 +3,14 @@
 import re
 import statistics
 from html import escape
+from pathlib import Path
 
 import svg
 import verdicts
-from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
+from sizes import ADAMW, LEAN, MUON
 
 COLOURS = {ADAMW: "adamw", MUON: "muon", LEAN: "lean"}
-STYLE = """
-:root { color-scheme: light dark; --back: #fbfbf9; --text: #1d1f22; --soft: #5b6067; --rule: #d9dadb; --card: #fff;
-  --adamw: #2563b0; --muon: #c4550a; --lean: #2c7d3c; --good: #1c7a36; --bad: #b3261e; --open: #6a5a12; }
-@media (prefers-color-scheme: dark) { :root { --back: #15171a; --text: #e6e7e8; --soft: #a4a9b0; --rule: #353a40;
-  --card: #1c1f23; --adamw: #7ab1f2; --muon: #f2a065; --lean: #7fcf8e; --good: #74cf8a; --bad: #f28b82;
-  --open: #d8c165; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: var(--back); color: var(--text);
-  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 34px 0 8px; }
-p { margin: 6px 0; max-width: 76ch; } .soft, .note { color: var(--soft); font-size: 0.9em; }
-code { font: 0.88em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; font-size: 0.93em; }
-th { text-align: left; color: var(--soft); font-weight: 600; }
-th, td { padding: 7px 10px 7px 0; border-top: 1px solid var(--rule); vertical-align: top; overflow-wrap: break-word; }
-.number td { font-variant-numeric: tabular-nums; } .plots + .wide, .plots + h3 { margin-top: 16px; } h3 { font-size: 1rem; margin: 18px 0 6px; }
-.verdict { font-weight: 700; } .confirmed { color: var(--good); } .refuted { color: var(--bad); }
-.not { color: var(--open); }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 18px; }
-figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 6px; padding: 10px; }
-figcaption { font-size: 0.88em; margin: 0 0 6px; } svg { display: block; width: 100%; height: auto; }
-svg text { font-size: 11.5px; fill: var(--text); } .grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
-.mark { stroke: var(--soft); stroke-dasharray: 4 3; } .line { fill: none; stroke-width: 2; } .whisker { stroke-width: 1.5; }
-.faint { stroke-width: 1; opacity: 0.35; } .adamw { stroke: var(--adamw); } .muon { stroke: var(--muon); }
-.lean { stroke: var(--lean); } .dot.adamw, .bar.adamw { fill: var(--adamw); } .dot.muon, .bar.muon { fill: var(--muon); }
-.dot.lean, .bar.lean { fill: var(--lean); } .bar { stroke: none; } .bar.half { fill: var(--muon); opacity: 0.55; }
-.legend span { margin-right: 14px; white-space: nowrap; } .legend i { display: inline-block; width: 14px; height: 4px;
-  margin: 0 5px 3px 0; border-radius: 2px; background: currentColor; } .legend span { color: var(--text); }
-.legend .adamw i { background: var(--adamw); } .legend .muon i { background: var(--muon); }
-.legend .lean i { background: var(--lean); } .wide { overflow-x: auto; } details { margin: 10px 0; }
-@media (max-width: 760px) { .cards thead { display: none; } .cards tr { display: block; padding: 8px 0;
-  border-top: 2px solid var(--rule); } .cards td { display: block; border: 0; padding: 2px 0; }
-  .cards td:first-child { font-weight: 700; } .cards td:empty { display: none; }
-  .cards td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); font-weight: 400; } }
-"""
+STYLE = Path(__file__).with_name("style.css").read_text()
 
 
 def marked_up(words):

@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sizes import ABLATION, ADAMW, CONTENDERS, LEAN, MUON
+from sizes import ADAMW, CONTENDERS, LEAN, MUON
 
 CONFIRMED, REFUTED, UNMEASURED = "confirmed", "refuted", "not measurable here"
 
