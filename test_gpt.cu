@@ -813,6 +813,8 @@ void expect_muon_takes_no_more(const MemoryCase& shape) {
     };
     for (const Recompute recompute : {Recompute::none, Recompute::gelu, Recompute::block}) {
         for (const Dtype state : {Dtype::fp32, Dtype::bf16}) {
+            // Scratch memory has nothing to do with either, and the shape that tests it is not small.
+            if (shape.scratch_counts && (recompute != Recompute::none || state != Dtype::fp32)) continue;
             OptimizerConfig settings;
             settings.state_dtype = state;
             const size_t adamw = peak(settings, recompute);
