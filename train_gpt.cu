@@ -666,8 +666,8 @@ Run<Storage> set_up(const Start& start, Comm* comm) {
     data_parallel_check(run.options.virtual_ranks, comm_ranks(comm));
     if (run.options.lr_adapt && run.options.virtual_ranks < 2) {
         fail(
-            "--lr-adapt: compares the gradients of 2 or more virtual ranks, and there is 1; --virtual-ranks 2 "
-            "would cut a step in two");
+            "--lr-adapt: compares the gradients of 2 or more virtual ranks, and there is 1; --virtual-ranks "
+            "2 would cut a step in two");
     }
     run.scaler = choose_scaler(run.options);
     if (run.options.loss_scale != 0) {

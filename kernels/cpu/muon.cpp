@@ -103,7 +103,8 @@ void muon_epilogue(Storage* params, float* master, const Update* updates, const 
             const float u = to_float(update[i]);
             const float old_p = own_master != nullptr ? own_master[i] : to_float(param[i]);
             const float kept = cautious && u * old_p < 0.0f ? 1.0f : decay;
-            const float p = old_p * kept - step_size * u;
+            // Of two products the compiler would fuse either one, in vector code and in tails differently.
+            const float p = std::fma(old_p, kept, -(step_size * u));
             if (own_master != nullptr) own_master[i] = p;
             param[i] = from_float<Storage>(p);
         }
