@@ -241,7 +241,8 @@ void read_optimizer(const std::string& folder, const json& files, Optimizer& opt
         const SafeTensor& tensor = safetensors_get(file, vector.name, vector.shape);
         if (const std::string expected = safetensors_dtype(vector.dtype); tensor.dtype != expected) {
             fail(
-                "%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype or --muon-state-dtype?",
+                "%s: tensor \"%s\" is %s, not %s: was it saved with another --state-dtype or "
+                "--muon-state-dtype?",
                 file.path.c_str(), vector.name.c_str(), tensor.dtype.c_str(), expected.c_str());
         }
         copy_to_device(vector.data, tensor.data, vector.bytes, stream);

@@ -84,8 +84,8 @@ TEST(Program, ResumeWithAdaptedRatesEqualsTheStraightRunBitForBit) {
     const Arguments adapted = {"--lr-adapt", "--virtual-ranks", "3"};
     for (const char* optimizer : {"adamw", "muon"})
         expect_resume_equals_straight_run(optimizer, "fp32", adapted, {"5", "11", "17"});
-    expect_resume_equals_straight_run("muon", "fp16",
-                                      {"--lr-adapt", "--virtual-ranks", "3", "--state-dtype", "bf16"}, {"13"});
+    expect_resume_equals_straight_run(
+        "muon", "fp16", {"--lr-adapt", "--virtual-ranks", "3", "--state-dtype", "bf16"}, {"13"});
 }
 
 // What backward computes again changes no bit, and need not stay the same over a resume.
