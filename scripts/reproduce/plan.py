@@ -93,7 +93,7 @@ def shock_tasks(bench, results):
 def stages(bench, results):
     """Lists of tasks, one after the other; what a list holds may depend on the ones before."""
     size = bench.size
-    yield [Task("memory/plans", 5, lambda: measure.plans(bench))] if size.wants("memory") else []
+    yield [Task("memory/plans", 20, lambda: measure.plans(bench))] if size.wants("memory") else []
     yield throughput_tasks(bench) if size.wants("throughput") else []
     if size.wants("training"):
         yield runs(bench, sweep(size))
@@ -109,7 +109,7 @@ def stages(bench, results):
 def total_weight(bench):
     """Of all stages, as far as it can be said before anything is known."""
     size = bench.size
-    total = sum(task.weight for task in throughput_tasks(bench)) + 5 if size.wants("throughput") else 5
+    total = sum(task.weight for task in throughput_tasks(bench)) + 20 if size.wants("throughput") else 20
     if size.wants("training"):
         counted = len(sweep(size)) + 2 * len(size.seeds) + 2 * (len(size.seeds) - 1)
         total += 0.35 * (counted * size.steps + 7 * len(size.seeds) * size.precision_steps)
