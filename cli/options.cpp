@@ -94,6 +94,7 @@ std::vector<std::pair<std::string, std::string>> preset_values(MuonPreset preset
     std::vector<std::pair<std::string, std::string>> values = {{"lr-muon", "0.025"},
                                                                {"weight-decay", "0.05"},
                                                                {"eps", "1e-10"},
+                                                               {"muon-ns", "polar-express"},
                                                                {"muon-scale", "original"},
                                                                {"muon-momentum-warmup", "300"}};
     if (preset == MuonPreset::normuon) values.emplace_back("muon-normuon", "true");

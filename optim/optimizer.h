@@ -49,10 +49,10 @@ struct OptimizerConfig {
     float muon_momentum = 0.95f, muon_momentum_start = 0.85f;
     uint64_t muon_momentum_warmup = 0, muon_momentum_cooldown = 0;  // steps; see MomentumSchedule
     bool muon_nesterov = true;
-    std::string muon_ns = "polar-express";
+    std::string muon_ns = "cubic5";
     std::string muon_ns_coefficients;  // of muon_ns "custom"
     int muon_ns_steps = 5;
-    NewtonSchulzVariant muon_ns_variant = NewtonSchulzVariant::symmetric;
+    NewtonSchulzVariant muon_ns_variant = NewtonSchulzVariant::gram;
     NewtonSchulzPrecision muon_ns_dtype = NewtonSchulzPrecision::automatic;
     MuonScale muon_scale = MuonScale::match_rms;
     float muon_scale_factor = 1;  // on top of muon_scale

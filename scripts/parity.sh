@@ -7,8 +7,8 @@
 #
 #   precision   storage in fp32, bf16 and fp16, and optimizer state in bf16, with both optimizers; 128 steps
 #   muon        the variants of Newton-Schulz against its dense products in fp32; 256 steps
-#   dropin      AdamW and Muon, which takes over AdamW's settings, at a quarter to four times the learning rate;
-#               128 steps
+#   dropin      AdamW and Muon, which takes over AdamW's settings, at a quarter to four times the learning rate that
+#               suits AdamW best; 128 steps
 #   shock       --lr-adapt against the plain cosine, with both optimizers, each step cut into 4 virtual ranks:
 #               undisturbed; the learning rate three times too high; the second half of the steps with half the
 #               tokens; random tokens in the 20 steps after the middle; 128 steps
@@ -61,21 +61,23 @@ precision_blocks() {
 
 muon_blocks() {
     local fp32="--optimizer muon --muon-ns-dtype fp32" fp16="--optimizer muon --muon-ns-dtype fp16"
-    echo "dense, fp32|$fp32 --muon-ns-variant dense"
-    echo "symmetric, fp32|$fp32 --muon-ns-variant symmetric"
-    echo "gram, fp32|$fp32 --muon-ns-variant gram"
-    echo "gram, fp16|$fp16 --muon-ns-variant gram"
-    echo "cubic5, fp32|$fp32 --muon-ns cubic5"
-    echo "gram cubic5, fp32|$fp32 --muon-ns cubic5 --muon-ns-variant gram"
-    echo "gram cubic5, fp16|$fp16 --muon-ns cubic5 --muon-ns-variant gram"
-    echo "keller, fp32|$fp32 --muon-ns keller"
-    echo "you, fp32|$fp32 --muon-ns you"
+    local dense="--muon-ns-variant dense" symmetric="--muon-ns-variant symmetric" gram="--muon-ns-variant gram"
+    echo "dense, fp32|$fp32 --muon-ns polar-express $dense"
+    echo "symmetric, fp32|$fp32 --muon-ns polar-express $symmetric"
+    echo "gram, fp32|$fp32 --muon-ns polar-express $gram"
+    echo "gram, fp16|$fp16 --muon-ns polar-express $gram"
+    echo "cubic5, fp32|$fp32 --muon-ns cubic5 $symmetric"
+    echo "gram cubic5, fp32|$fp32 --muon-ns cubic5 $gram"
+    echo "gram cubic5, fp16|$fp16 --muon-ns cubic5 $gram"
+    echo "keller, fp32|$fp32 --muon-ns keller $symmetric"
+    echo "you, fp32|$fp32 --muon-ns you $symmetric"
     echo
 }
 
+lr=1.2e-3 # AdamW's best of 1.5e-4, 3e-4, 6e-4, 1.2e-3 and 2.4e-3
 dropin_blocks() {
     local optimizer times
-    for times in 1:6e-4 1/4:1.5e-4 1/2:3e-4 2:1.2e-3 4:2.4e-3; do
+    for times in 1:$lr 1/4:3e-4 1/2:6e-4 2:2.4e-3 4:4.8e-3; do
         for optimizer in adamw muon; do
             echo "$optimizer, lr x ${times%:*}|--optimizer $optimizer --lr ${times#*:}"
         done
@@ -83,7 +85,6 @@ dropin_blocks() {
     echo
 }
 
-lr=6e-4
 shock_blocks() {
     local optimizer shock adapt
     for optimizer in muon adamw; do

@@ -116,6 +116,7 @@ TEST(Options, ValuesReachTheirFields) {
 TEST(Options, MuonPresets) {
     const TrainOptions drop_in = parse_train({}).options;
     EXPECT_EQ(drop_in.optimizer.lr_muon, 1.0f);
+    EXPECT_EQ(drop_in.optimizer.muon_ns, "cubic5");
     EXPECT_EQ(drop_in.optimizer.muon_scale, MuonScale::match_rms);
     EXPECT_FALSE(drop_in.optimizer.muon_normuon);
 
@@ -123,6 +124,7 @@ TEST(Options, MuonPresets) {
     EXPECT_FLOAT_EQ(tuned.options.optimizer.lr_muon, 0.025f / 0.0006f);
     EXPECT_EQ(tuned.options.optimizer.weight_decay, 0.05f);
     EXPECT_EQ(tuned.options.optimizer.eps, 1e-10f);
+    EXPECT_EQ(tuned.options.optimizer.muon_ns, "polar-express");
     EXPECT_EQ(tuned.options.optimizer.muon_scale, MuonScale::original);
     EXPECT_EQ(tuned.options.optimizer.muon_momentum_warmup, 300u);
     EXPECT_FALSE(tuned.options.optimizer.muon_normuon);

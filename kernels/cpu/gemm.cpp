@@ -15,8 +15,9 @@ namespace {
 // percent.
 constexpr size_t max_tile_panels = 16;  // 96 rows of A, k_block deep: 96 KiB
 constexpr size_t max_group_columns = 3072;
-constexpr size_t max_group_floats = size_t{1} << 20;  // of packed B: 4 MiB
-constexpr size_t pack_panels = 4;  // of B, packed together: reads 256 bytes of each row (AVX2)
+constexpr size_t max_group_floats = size_t{1} << 20,
+                 min_group_floats = 1 << 12;  // of packed B: 4 MiB, 16 KiB
+constexpr size_t pack_panels = 4;             // of B, packed together: reads 256 bytes of each row (AVX2)
 
 constexpr size_t max_pack_lanes = std::max(max_tile_panels * panel_rows, pack_panels* panel_columns);
 constexpr size_t buffer_stride = k_block + 16;  // rows a power of two apart would share few sets of L1
@@ -84,7 +85,11 @@ void pack_panels_of(float* packed, size_t panel_stride, const Storage* source, s
 
 }  // namespace
 
-Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part) {
+namespace {
+
+// A plan that packs group_floats of B at a time, or as many more as one k_block of all its columns takes.
+Plan make_plan_of(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part,
+                  size_t group_floats) {
     Plan plan{};
     plan.m = m, plan.n = n, plan.k = k, plan.part = part;
     plan.row_panels = ceil_div(m, panel_rows);
@@ -92,16 +97,31 @@ Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part 
 
     plan.group_panels = ceil_div(plan.column_panels, ceil_div(n, max_group_columns));
     const size_t group_row = plan.group_panels * panel_columns;
-    plan.group_k = std::min(k, std::max(size_t{1}, max_group_floats / group_row / k_block) * k_block);
-    plan.group_batch =
-        plan.group_k < k ? 1 : std::clamp(max_group_floats / (group_row * k), size_t{1}, batch);
+    plan.group_k = std::min(k, std::max(size_t{1}, group_floats / group_row / k_block) * k_block);
+    plan.group_batch = plan.group_k < k ? 1 : std::clamp(group_floats / (group_row * k), size_t{1}, batch);
 
     // Large tiles reuse each panel of B most; a multiple of the threads lets equal cores end together.
     const size_t most_rows = ceil_div(plan.row_panels, max_tile_panels);
     plan.row_tiles = std::min(plan.row_panels, ceil_div(most_rows, threads) * threads);
     // Cutting columns packs A again for each piece, so it is done only where threads would have no tile.
     plan.column_tiles = std::min(plan.group_panels, ceil_div(threads, plan.row_tiles * plan.group_batch));
+
+    const size_t tile_rows = ceil_div(plan.row_panels, plan.row_tiles);
+    plan.carry = plan.group_k < k;
+    plan.packed_b = plan.group_batch * plan.group_k * group_row;
+    plan.packed_a = tile_rows * k_block * panel_rows;
+    plan.sums = tile_rows * ceil_div(plan.group_panels, plan.column_tiles) * tile_floats;
     return plan;
+}
+
+}  // namespace
+
+Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part, size_t room) {
+    size_t group_floats = max_group_floats;
+    for (;; group_floats /= 2) {
+        const Plan plan = make_plan_of(m, n, k, batch, threads, part, group_floats);
+        if (plan.floats(threads) <= room || group_floats <= min_group_floats) return plan;
+    }
 }
 
 template <typename Storage>

@@ -78,6 +78,14 @@ struct Plan {
     size_t group_panels, group_k, group_batch;  // how much of B is packed at a time
     size_t row_tiles, column_tiles;             // tiles of one matrix's C in a group, down and across
     Part part;
+    // Floats of scratch: a group of B; a block of A for each thread; and the sums of tiles. A thread needs
+    // those of the tile it is at; where k is cut into groups, all of them are carried from one to the next.
+    bool carry;
+    size_t packed_b, packed_a, sums;  // all of B; A and the sums of one tile
+
+    size_t floats(size_t threads) const {
+        return packed_b + threads * packed_a + (carry ? row_tiles * column_tiles : threads) * sums;
+    }
 
     // The first row panel that has elements of the part in a column panel, and the end of the column panels
     // that a row panel has elements in.
@@ -88,7 +96,8 @@ struct Plan {
         return part == Part::whole ? column_panels : ceil_div((row_panel + 1) * panel_rows, panel_columns);
     }
 };
-Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part);
+// The plan that packs most at a time within `room` floats of scratch, or the smallest where none does.
+Plan make_plan(size_t m, size_t n, size_t k, size_t batch, size_t threads, Part part, size_t room);
 
 // The part of B that is packed: panels of columns, matrices of the batch, a range of k.
 struct Group {
@@ -171,27 +180,16 @@ void multiply_tile(float* sums, float* packed_a, const Matrix<Storage>& a, const
 // The product C (m,n) of a (m,k) and b (k,n) for each of `batch` matrices, handed over in pieces of a row:
 // epilogue(l, i, j, sums, count) gets C(i, j..j+count) of matrix l in sums(0..count), each element once.
 // It is called by several threads at once, in any order. Of Part::lower, pieces above the diagonal may come
-// or not.
+// or not. `room`: floats of scratch to do with where possible.
 template <typename Storage, typename Epilogue>
 void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n, size_t k, size_t batch,
-          const Epilogue& epilogue, Stream* stream, Part part = Part::whole) {
+          const Epilogue& epilogue, Stream* stream, Part part = Part::whole, size_t room = SIZE_MAX) {
     using namespace gemm_detail;
     const size_t threads = static_cast<size_t>(stream->threads);
-    const Plan plan = make_plan(m, n, k, batch, threads, part);
-
-    // Scratch: a group of B; a block of A for each thread; and the sums of tiles. A thread needs those of
-    // the tile it is at; where k is cut into groups, all of them are carried from one group to the next.
-    const bool carry = plan.group_k < k;
-    const size_t tile_row_panels = ceil_div(plan.row_panels, plan.row_tiles);
-    const size_t tile_column_panels = ceil_div(plan.group_panels, plan.column_tiles);
-    const size_t packed_b_floats = plan.group_batch * plan.group_panels * plan.group_k * panel_columns;
-    const size_t packed_a_floats = tile_row_panels * k_block * panel_rows;
-    const size_t sums_floats = tile_row_panels * tile_column_panels * tile_floats;
-    const size_t sums_count = carry ? plan.row_tiles * plan.column_tiles : threads;
-    const size_t floats = packed_b_floats + threads * packed_a_floats + sums_count * sums_floats;
-    float* const packed_b = static_cast<float*>(shared_scratch(stream, floats * sizeof(float)));
-    float* const packed_a = packed_b + packed_b_floats;
-    float* const sums = packed_a + threads * packed_a_floats;
+    const Plan plan = make_plan(m, n, k, batch, threads, part, room);
+    float* const packed_b = static_cast<float*>(shared_scratch(stream, plan.floats(threads) * sizeof(float)));
+    float* const packed_a = packed_b + plan.packed_b;
+    float* const sums = packed_a + threads * plan.packed_a;
 
     // Piece i of [0,count) in pieces of nearly equal size.
     const auto piece = [](size_t count, size_t pieces, size_t i) {
@@ -203,12 +201,12 @@ void gemm(const Matrix<Storage>& a, const Matrix<Storage>& b, size_t m, size_t n
             for (size_t down = 0; down < plan.row_tiles; down++) {
                 for (size_t across = 0; across < plan.column_tiles; across++) {
                     const size_t thread = static_cast<size_t>(omp_get_thread_num());
-                    const size_t place = carry ? down * plan.column_tiles + across : thread;
+                    const size_t place = plan.carry ? down * plan.column_tiles + across : thread;
                     // From the bottom up: of the lower part, the longest rows first.
                     const Range rows = piece(plan.row_panels, plan.row_tiles, plan.row_tiles - 1 - down);
                     const Range columns = piece(group.panels.size(), plan.column_tiles, across);
-                    multiply_tile(sums + place * sums_floats, packed_a + thread * packed_a_floats, a,
-                                  packed_b, l, rows,
+                    multiply_tile(sums + place * plan.sums, packed_a + thread * plan.packed_a, a, packed_b, l,
+                                  rows,
                                   {group.panels.begin + columns.begin, group.panels.begin + columns.end},
                                   group, plan, epilogue);
                 }

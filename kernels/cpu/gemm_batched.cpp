@@ -1,7 +1,19 @@
 // Batched matrix products, as Newton-Schulz needs them; see gemm.h for how they are computed.
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/loops.h"
+#include "kernels/cpu/stream.h"
 #include "kernels/kernels.h"
+
+namespace {
+
+// Only the optimizer multiplies batches. It makes do with the scratch memory that the model's own products
+// have taken, so that a run with Muon needs no more of it than one with AdamW; a stream that has none yet
+// takes it.
+size_t room(const Stream* stream) {
+    return stream->shared.bytes > 0 ? stream->shared.bytes / sizeof(float) : SIZE_MAX;
+}
+
+}  // namespace
 
 template <typename Storage>
 void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage* c, bool transpose_a,
@@ -24,7 +36,7 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
 #pragma omp simd
                 for (size_t x = 0; x < count; x++) out[x] = from_float<Storage>(alpha * sums[x]);
             },
-            stream);
+            stream, Part::whole, room(stream));
     } else {
         gemm(
             op_a, op_b, m, n, k, batch,
@@ -35,7 +47,7 @@ void gemm_batched(Storage* d, const Storage* a, const Storage* b, const Storage*
                 for (size_t x = 0; x < count; x++)
                     out[x] = from_float<Storage>(alpha * sums[x] + beta * to_float(add[x]));
             },
-            stream);
+            stream, Part::whole, room(stream));
     }
 }
 
@@ -74,7 +86,7 @@ void gemm_symmetric(Storage* d, const Storage* a, const Storage* b, const Storag
                 store(l, i, j, sums, i + 1 - j);
             }
         },
-        stream, Part::lower);
+        stream, Part::lower, room(stream));
 }
 
 template void gemm_batched(float*, const float*, const float*, const float*, bool, bool, size_t, size_t,
