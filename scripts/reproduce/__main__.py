@@ -107,6 +107,10 @@ def run(options):
         if options.programs
         else Path(os.path.relpath(Path("train_gpt").resolve().parent))
     )
+    needed = [programs / name for name in ("train_gpt", "bench_throughput", "bench_plan")]
+    for program in [*needed, Path(options.throughput_program or needed[1])]:
+        if not os.access(program, os.X_OK):
+            sys.exit(f"reproduce_98.sh: {program}: is not there; `make reproduce` builds it")
     size = choose_size(options, programs)
     if options.only:
         size.only = options.only.split(",")

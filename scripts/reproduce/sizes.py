@@ -164,6 +164,7 @@ SIZES = {
             ],
             gates=[(0.004, 0.98)],
             dtype="bf16",
+            shapes=["d12"],
             only=["throughput", "memory"],
         ),
     ]
