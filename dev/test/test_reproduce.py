@@ -111,6 +111,15 @@ class Throughput(unittest.TestCase):
         verdicts.contender(unsteady, MUON)["optimizer_seconds"] = [0.0, 0.3, 0.0, 0.3, 0.01]
         self.assertEqual(throughput_of(unsteady, unsteady).verdict, UNMEASURED)
 
+    def test_blocks_do_not_count_beside_other_work(self):
+        # Muon is faster by luck in every block, and slower by its own time.
+        lucky = point(
+            [2.0, 1.8, 2.1, 1.9, 2.2], [1.0, 1.1, 1.0, 1.2, 1.1], (0.0, 0.2), device="CPU, 2 threads"
+        )
+        self.assertEqual(verdicts.judge_point(lucky, MUON, 0.98)[0], CONFIRMED)
+        lucky["cores_of_other_processes"] = 1.0
+        self.assertEqual(verdicts.judge_point(lucky, MUON, 0.98)[0], REFUTED)
+
     def test_nothing_is_confirmed_by_nothing(self):
         self.assertEqual(throughput_of(None, None).verdict, UNMEASURED)
         self.assertEqual(throughput_of({"failed": "no memory"}, {"failed": "no memory"}).verdict, UNMEASURED)

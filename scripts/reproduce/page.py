@@ -139,7 +139,7 @@ def throughput_plot(size, results):
             continue
         series = []
         for name in (MUON, LEAN):
-            ratios = [(point["tokens_per_step"], verdicts.by_blocks(point, name)) for point in points]
+            ratios = [(point["tokens_per_step"], verdicts.ratio(point, name)) for point in points]
             series.append(
                 svg.Series(
                     name,
@@ -157,8 +157,8 @@ def throughput_plot(size, results):
         )
         drawings.append(
             figure(
-                f"Muon's tokens a second in shares of AdamW's, {curve.name}. Points are medians over "
-                "blocks, bars their intervals.",
+                f"Muon's tokens a second in shares of AdamW's, {curve.name}. Points are medians, "
+                "bars their intervals.",
                 svg.curves("throughput", series, axes),
             )
         )
@@ -438,10 +438,11 @@ def sections(size, results):
         [
             (
                 "Throughput",
-                "One process, the contenders in turns, a block of steps each, the order reversed from one round "
-                "to the next; the same data, seed, type and micro-batch. `Blocks` is the median of the rounds' ratios; "
-                "`by parts` takes forward and backward from all blocks, being the same code for all, and each optimizer's "
-                "own time. In brackets what holds the true median with 93 %. At the point of equal difficulty dense "
+                "One process, the contenders in turns, a block of steps each, the order reversed from one round to "
+                "the next; the same data, seed, type and micro-batch. `Blocks` is the median of the rounds' "
+                "ratios; `by parts` takes forward and backward from all blocks, being the same code for all, and "
+                "each optimizer's own time; it alone counts where other processes took more than a quarter of a "
+                "core. In brackets what holds the true median with 93 %. At the point of equal difficulty dense "
                 "Newton-Schulz is 5 % of the model's FLOPs, as it was in NVIDIA's runs.",
                 throughput_plot(size, results),
                 throughput_tables(size, results),

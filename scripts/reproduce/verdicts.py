@@ -81,13 +81,27 @@ def by_parts(point, name):
     )
 
 
+QUIET_CORES = 0.25
+
+
+def quiet(point):
+    """Whether a CPU had (nearly) nothing else to do: where others take cores by turns, so few blocks can differ by
+    luck more than their interval says."""
+    return not point["device"].startswith("CPU") or point.get("cores_of_other_processes", 0) <= QUIET_CORES
+
+
+def ratio(point, name):
+    """What to show of a point."""
+    return by_blocks(point, name) if quiet(point) else by_parts(point, name)
+
+
 def judge_point(point, name, gate):
-    """Verdict, interval and how: by blocks where they decide it, else by parts."""
+    """Verdict, interval and how: by blocks where they decide it on a quiet machine, else by parts."""
     blocks, parts = by_blocks(point, name), by_parts(point, name)
-    for interval, how in ((blocks, "blocks"), (parts, "parts")):
+    for interval, how in ((blocks, "blocks"), (parts, "parts")) if quiet(point) else ((parts, "parts"),):
         if judge(interval, gate) is not None:
             return judge(interval, gate), interval, how
-    return UNMEASURED, blocks, "noise"
+    return UNMEASURED, parts, "noise"
 
 
 def all_of(verdicts):
@@ -123,7 +137,7 @@ def point_text(point, name, gate):
     _, interval, how = judge_point(point, name, gate)
     text = f"{interval.per_cent()} at {point['tokens_per_step']:,} tokens/step (gate {100 * gate:g} %, "
     text += f"Newton-Schulz {100 * share(point, name):.2f} % of the model's FLOPs"
-    return text + {"blocks": ")", "parts": ", by parts)", "noise": ", noise hides the answer)"}[how]
+    return text + {"blocks": ")", "parts": ", by parts)", "noise": ", by parts, noise hides the answer)"}[how]
 
 
 def throughput(size, results):
