@@ -1,5 +1,5 @@
-"""Tests of scripts/reproduce_98.sh: its arithmetic and verdicts on numbers made up here, then its smallest size from
-end to end, where a Muon that does Newton-Schulz eight times over must be refuted by the same verdicts.
+"""Tests of scripts/reproduce_98.sh: its arithmetic and verdicts on numbers made up here, then its smallest size
+from end to end, where a Muon that does Newton-Schulz eight times over must be refuted by the same verdicts.
 
     python3 dev/test/test_reproduce.py        needs `make reproduce build/<backend>/bench_handicapped`
 """
@@ -73,8 +73,9 @@ def throughput_of(at_equal, at_ten):
 
 class Intervals(unittest.TestCase):
     def test_order_statistics_of_the_sign_test(self):
-        # The largest k whose interval from the k-th to the (n+1-k)-th value holds the median with 93 %, by the
-        # binomial distribution: of 8, the second to the seventh hold it with 92.97 %, of 5, all with 93.75 %.
+        # The largest k whose interval from the k-th to the (n+1-k)-th value holds the median with 93 %, by
+        # the binomial distribution: of 8, the second to the seventh hold it with 92.97 %, of 5, all with
+        # 93.75 %.
         for n, k in ((3, 1), (5, 1), (7, 1), (8, 1), (9, 2), (10, 2), (11, 3), (15, 4), (20, 6), (25, 8)):
             interval = verdicts.median_interval(range(1, n + 1))
             self.assertEqual((interval.low, interval.high), (k, n + 1 - k), n)
@@ -258,7 +259,8 @@ class EndToEnd(unittest.TestCase):
         size = SIZES["smoke"]
         for key, value in self.results["measurements"].items():
             if key.startswith("throughput/"):
-                # Tokens a step, from GPT-2's formulas: a layer's dense Newton-Schulz is 300 C^3, q, k, v apart.
+                # Tokens a step, from GPT-2's formulas: a layer's dense Newton-Schulz is 300 C^3, q, k, v
+                # apart.
                 dense = 2 * 300 * 64**3
                 self.assertAlmostEqual(value["dense_newton_schulz_flops"], dense, delta=1)
                 share = dense / (value["flops_per_token"] * value["tokens_per_step"])

@@ -1,4 +1,5 @@
-"""The measurements: each a function that runs programs of this tree and returns numbers as JSON can hold them."""
+"""The measurements: each a function that runs programs of this tree and returns numbers as JSON can hold
+them."""
 
 import hashlib
 import itertools
@@ -275,8 +276,8 @@ def branch(bench, source, key):
 
 
 def random_tokens(bench, folder, learning_rate, steps):
-    """Random tokens in place of text for some steps from the middle on, at the learning rate that the cosine has in
-    their middle; then the text from its beginning."""
+    """Random tokens in place of text for some steps from the middle on, at the learning rate that the cosine
+    has in their middle; then the text from its beginning."""
     until, warmup = steps // 2 + max(1, min(20, steps // 6)), steps // 10
     middle = (until + steps // 2) / 2
     rate = learning_rate * (1 + math.cos(math.pi * (middle - warmup) / (steps - warmup))) / 2
@@ -316,7 +317,8 @@ def shocks(bench, name, learning_rate, seed, adapt):
     key = f"shock_{name}_{seed}_{'adapt' if adapt else 'plain'}"
     options = (
         f"{size.model} {size.shock_batch} --virtual-ranks 4 --steps {steps} --seed {seed} --val-every 0 "
-        f"--val-tokens {size.val_tokens} --sample-tokens 0 --checkpoint-every {steps // 2} --keep 0 --threads 1 "
+        f"--val-tokens {size.val_tokens} --sample-tokens 0 --checkpoint-every {steps // 2} --keep 0 "
+        f"--threads 1 "
         f"{CONTENDERS[name]} {'--lr-adapt' if adapt else ''}"
     )
     whole, commands["undisturbed"] = train(bench, key, f"{options} --lr {learning_rate:g}")

@@ -1,4 +1,5 @@
-"""The report, from the numbers and verdicts: one HTML page that needs nothing else, and the same in Markdown."""
+"""The report, from the numbers and verdicts: one HTML page that needs nothing else, and the same in
+Markdown."""
 
 import re
 import statistics
@@ -59,7 +60,7 @@ def table(head, rows):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Sections: each returns HTML, "" where nothing was measured. Tables are built apart, for Markdown has them too.
+# Sections: HTML, "" where nothing was measured. Tables are built apart, for Markdown has them too.
 
 
 def curve_points(curve, results):
@@ -438,11 +439,15 @@ def sections(size, results):
         [
             (
                 "Throughput",
-                "One process, the contenders in turns, a block of steps each, the order reversed from one round to "
+                "One process, the contenders in turns, a block of steps each, the order reversed "
+                "from one round to "
                 "the next; the same data, seed, type and micro-batch. `Blocks` is the median of the rounds' "
-                "ratios; `by parts` takes forward and backward from all blocks, being the same code for all, and "
-                "each optimizer's own time; it alone counts where other processes took more than a quarter of a "
-                "core. In brackets what holds the true median with 93 %. At the point of equal difficulty dense "
+                "ratios; `by parts` takes forward and backward from all blocks, being the same code "
+                "for all, and "
+                "each optimizer's own time; it alone counts where other processes took more than a "
+                "quarter of a "
+                "core. In brackets what holds the true median with 93 %. At the point of equal "
+                "difficulty dense "
                 "Newton-Schulz is 5 % of the model's FLOPs, as it was in NVIDIA's runs.",
                 throughput_plot(size, results),
                 throughput_tables(size, results),
@@ -505,7 +510,8 @@ def sections(size, results):
             (
                 "Adaptive learning rate",
                 f"Muon's final loss after {size.shock_steps} steps: undisturbed; at three "
-                "times the learning rate; with half the tokens a step from the middle on; with random tokens for "
+                "times the learning rate; with half the tokens a step from the middle on; with "
+                "random tokens for "
                 "some steps after the middle.",
                 "",
                 [("", *shocks_table(size, results))],
@@ -531,7 +537,8 @@ def about_text(results):
     )
     return (
         f"Size {results.data['size']}, {about['date']}, {about['seconds'] / 60:.0f} minutes. {about['cpu']}, "
-        f"{about['cores']} cores, {about['memory_bytes'] / 2**30:.0f} GiB; {device}. {about['program']}.{load} "
+        f"{about['cores']} cores, {about['memory_bytes'] / 2**30:.0f} GiB; {device}. "
+        f"{about['program']}.{load} "
         f"Command: `{about['command']}`."
     )
 

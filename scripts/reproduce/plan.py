@@ -1,5 +1,5 @@
-"""The measurements of a size in their order, each a key, a weight and a function; later ones may depend on what
-earlier ones found."""
+"""The measurements of a size in their order, each a key, a weight and a function; later ones may depend on
+what earlier ones found."""
 
 from dataclasses import dataclass
 from typing import Callable

@@ -22,7 +22,8 @@ def section(results_file):
         else "Nothing here has run on a GPU yet: `scripts/reproduce_98.sh` measures the same there.\n\n"
     )
     return (
-        f"{page.about_text(results)}\n\n{page.claim_table(rows)}\n{notes}\n\n{waits}Made of `{results_file}` by "
+        f"{page.about_text(results)}\n\n{page.claim_table(rows)}\n{notes}\n\n{waits}Made of "
+        f"`{results_file}` by "
         f"`scripts/reproduce_98.sh --readme {results_file} README.md`."
     )
 

@@ -1,4 +1,5 @@
-"""results.json: every number, written anew after each measurement, so that an interrupted run goes on there."""
+"""results.json: every number, written anew after each measurement, so that an interrupted run goes on
+there."""
 
 import json
 import os

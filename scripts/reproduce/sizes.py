@@ -20,8 +20,8 @@ ABLATION = ["Muon dense", MUON, "Muon Gram", "Muon Gram, pairs of heads", "Muon 
 
 @dataclass
 class Throughput:
-    """A curve over tokens a step of one model. Points are (difficulty, blocks): multiples of the tokens at which
-    dense Newton-Schulz is 5 % of the model's FLOPs."""
+    """A curve over tokens a step of one model. Points are (difficulty, blocks): multiples of the tokens at
+    which dense Newton-Schulz is 5 % of the model's FLOPs."""
 
     name: str
     model: str

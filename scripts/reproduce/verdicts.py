@@ -68,8 +68,8 @@ def by_blocks(point, name):
 
 def by_parts(point, name):
     """The same from the parts of a step: forward and backward, which are the same code for all and so may be
-    taken from all blocks, and each optimizer's own time. Less noise, but blind to what an optimizer does to the
-    next forward."""
+    taken from all blocks, and each optimizer's own time. Less noise, but blind to what an optimizer does to
+    the next forward."""
     model = statistics.median(
         whole - part for c in point["contenders"] for whole, part in zip(c["seconds"], c["optimizer_seconds"])
     )
@@ -85,8 +85,8 @@ QUIET_CORES = 0.25
 
 
 def quiet(point):
-    """Whether a CPU had (nearly) nothing else to do: where others take cores by turns, so few blocks can differ by
-    luck more than their interval says."""
+    """Whether a CPU had (nearly) nothing else to do: where others take cores by turns, so few blocks can
+    differ by luck more than their interval says."""
     return not point["device"].startswith("CPU") or point.get("cores_of_other_processes", 0) <= QUIET_CORES
 
 
@@ -160,7 +160,8 @@ def throughput(size, results):
     note += same_settings(size, results)
     if gates[0][0]["device"].startswith("CPU"):
         note += (
-            " On a CPU Newton-Schulz runs at the model's own rate, so that at 5 % of the FLOPs dense products "
+            " On a CPU Newton-Schulz runs at the model's own rate, so that at 5 % of the FLOPs dense "
+            "products "
             "cannot pass 95 %, nor Gram Newton-Schulz 97.5 %."
         )
     measured = "; ".join(point_text(point, MUON, gate) for point, gate in gates)
@@ -331,8 +332,10 @@ def one_line(size, results):
         verdict = REFUTED
     own = best_rate(size, results, MUON)
     measured = (
-        f"the command lines differ in `--optimizer` {'alone' if only_optimizer else 'and more'}; at AdamW's best "
-        f"learning rate Muon's loss is {100 * statistics.mean(differences):+.2f} %; no worse at {no_worse} of "
+        f"the command lines differ in `--optimizer` {'alone' if only_optimizer else 'and more'}; at "
+        f"AdamW's best "
+        f"learning rate Muon's loss is {100 * statistics.mean(differences):+.2f} %; no worse at "
+        f"{no_worse} of "
         f"{len(wins)} learning rates; its own best is {own:g}"
     )
     return Verdict(
@@ -347,14 +350,15 @@ def one_line(size, results):
 
 
 def precision_types(name):
-    """Types of weights and activations, and of the state, by their names in the runs' keys; the first is what the
-    others are compared with."""
+    """Types of weights and activations, and of the state, by their names in the runs' keys; the first is what
+    the others are compared with."""
     types = [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32")]
     return types + [("fp32", "momentum")] if name == MUON else types
 
 
 def precision_rows(size, results):
-    """(optimizer, dtype, state, mean difference from fp32, two standard deviations of fp32's losses, skipped)."""
+    """(optimizer, dtype, state, mean difference from fp32, two standard deviations of fp32's losses,
+    skipped)."""
     rate, rows = best_rate(size, results, ADAMW), []
     of = lambda *types: runs_of(results, *types[:1], rate, size.precision_steps, *types[1:], seeds=size.seeds)
     for name in (ADAMW, MUON):
@@ -411,8 +415,10 @@ def state(size, results):
     verdict = CONFIRMED if max(values.values()) <= -0.5 else REFUTED
     bf16 = [saved(plans, shape, "optimizer_state_bytes", muon_state="momentum") for shape in size.shapes]
     note = (
-        f"{(CONFIRMED if max(bf16) <= -0.5 else REFUTED).capitalize()} with `--muon-state-dtype bf16`, all else of "
-        f"both optimizers in fp32: {100 * bf16[0]:.1f} to {100 * bf16[-1]:.1f} %. With `--state-dtype bf16` on both "
+        f"{(CONFIRMED if max(bf16) <= -0.5 else REFUTED).capitalize()} with `--muon-state-dtype "
+        f"bf16`, all else of "
+        f"both optimizers in fp32: {100 * bf16[0]:.1f} to {100 * bf16[-1]:.1f} %. With `--state-dtype "
+        f"bf16` on both "
         "sides the shares are as in fp32."
     )
     measured = ", ".join(f"{100 * value:.1f} % ({name})" for name, value in values.items())
@@ -445,7 +451,8 @@ def memory(size, results):
     if all(peaks):
         note += (
             f" The trained model's peak by the allocator: {peaks[0]['peak_bytes']:,} and "
-            f"{peaks[1]['peak_bytes']:,} bytes, {100 * (peaks[1]['peak_bytes'] / peaks[0]['peak_bytes'] - 1):+.1f} %."
+            f"{peaks[1]['peak_bytes']:,} bytes, "
+            f"{100 * (peaks[1]['peak_bytes'] / peaks[0]['peak_bytes'] - 1):+.1f} %."
         )
     measured = ", ".join(f"{100 * value:.1f} % ({name})" for name, value in values.items())
     return Verdict(
@@ -605,7 +612,8 @@ def adaptive(size, results):
         + ", ".join(f"{100 * value:+.2f} % ({shock})" for shock, value in mean.items())
         + f"; a standard deviation of the seeds is {100 * noise:.2f} %",
         CONFIRMED if no_worse and better else REFUTED,
-        f"Muon, {size.shock_steps} steps, 4 virtual ranks, {len(size.seeds)} seeds; confirmed where undisturbed "
+        f"Muon, {size.shock_steps} steps, 4 virtual ranks, {len(size.seeds)} seeds; confirmed where "
+        f"undisturbed "
         "it is no worse than by a standard deviation, and better in every seed of every shock",
     )
 
