@@ -92,6 +92,7 @@ double dense_newton_schulz_flops(GptConfig config) {
     config.qk_group_heads = 0;
     OptimizerConfig muon;
     muon.kind = OptimizerKind::muon;
+    muon.muon_ns = "polar-express";
     muon.muon_ns_variant = NewtonSchulzVariant::dense;
     const ParameterTable table = gpt_parameter_table(config);
     return newton_schulz_flops(optimizer_plan(muon, table));

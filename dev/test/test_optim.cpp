@@ -1001,8 +1001,8 @@ OptimizerConfig adamw_config() { return {}; }
 OptimizerConfig muon_config() {
     OptimizerConfig config;
     config.kind = OptimizerKind::muon;
-    // The polynomial that expected values below are of, and which has a tight band; check_options and the suite
-    // NewtonSchulz have the others.
+    // The polynomial that expected values below are of, and which has a tight band; check_options and the
+    // suite NewtonSchulz have the others.
     config.muon_ns = "polar-express";
     config.muon_ns_variant = NewtonSchulzVariant::symmetric;
     config.muon_ns_dtype = NewtonSchulzPrecision::fp32;  // on every device, so that one tolerance judges all

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 CONTENDERS = {
     "AdamW": "--optimizer adamw",
     "Muon": "--optimizer muon",
-    "Muon dense": "--optimizer muon --muon-ns-variant dense",
-    "Muon Gram": "--optimizer muon --muon-ns-variant gram",
-    "Muon Gram, pairs of heads": "--optimizer muon --muon-ns-variant gram --muon-qk-group 2",
-    "Muon Gram cubic5, pairs": "--optimizer muon --muon-ns-variant gram --muon-ns cubic5 --muon-qk-group 2",
-    "Muon lean": "--optimizer muon --muon-ns-variant gram --muon-ns cubic5 --muon-qk-group 2 "
-    "--muon-state-dtype bf16",
+    "Muon dense": "--optimizer muon --muon-ns polar-express --muon-ns-variant dense",
+    "Muon symmetric": "--optimizer muon --muon-ns polar-express --muon-ns-variant symmetric",
+    "Muon Gram": "--optimizer muon --muon-ns polar-express --muon-ns-variant gram",
+    "Muon, pairs of heads": "--optimizer muon --muon-qk-group 2",
+    "Muon lean": "--optimizer muon --muon-qk-group 2 --muon-state-dtype bf16",
 }
 ADAMW, MUON, LEAN = "AdamW", "Muon", "Muon lean"
-# From the most work to the least: what each step of it saves.
-ABLATION = ["Muon dense", MUON, "Muon Gram", "Muon Gram, pairs of heads", "Muon Gram cubic5, pairs", LEAN]
+# From the most work to the least: what each step of it saves. The default is Gram with the cubics of cubic5.
+ABLATION = ["Muon dense", "Muon symmetric", "Muon Gram", MUON, "Muon, pairs of heads", LEAN]
 
 
 @dataclass

@@ -160,9 +160,8 @@ def throughput(size, results):
     note += same_settings(size, results)
     if gates[0][0]["device"].startswith("CPU"):
         note += (
-            " On a CPU Newton-Schulz runs at the model's own rate, so that at 5 % of the FLOPs dense "
-            "products "
-            "cannot pass 95 %, nor Gram Newton-Schulz 97.5 %."
+            " On a CPU Newton-Schulz runs at the model's own rate: where dense products would be 5 % of the "
+            "FLOPs, those cannot pass 95 %, Gram Newton-Schulz 97.5 %, nor Gram cubic5, the default, 98.2 %."
         )
     measured = "; ".join(point_text(point, MUON, gate) for point, gate in gates)
     point = gates[0][0]
