@@ -3,6 +3,7 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -16,7 +17,8 @@
 
 namespace {
 
-// Large blocks start on a 2 MiB page border, so that the kernel can use huge pages.
+// Large blocks start on a 2 MiB page border, and the kernel is asked for huge pages: packing walks across rows
+// that are pages apart, and each small page would be looked up.
 constexpr size_t huge_page = size_t{2} << 20;
 
 constexpr size_t megabyte = size_t{1} << 20;  // what a thread zeroes or copies at a time
@@ -28,6 +30,7 @@ void* allocate(size_t bytes) {
     if (bytes > SIZE_MAX - huge_page || posix_memalign(&memory, alignment, bytes) != 0) {
         fail("out of memory: %.1f MiB asked for; try a smaller --batch-size or model", bytes / 1048576.0);
     }
+    if (bytes >= huge_page) madvise(memory, bytes / huge_page * huge_page, MADV_HUGEPAGE);
     return memory;
 }
 
