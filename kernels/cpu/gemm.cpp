@@ -13,7 +13,8 @@ namespace {
 
 // Sizes by measurement on AVX2 with 32 KiB of L1, 512 KiB of L2 and 32 MiB of L3; they matter by a few
 // percent.
-constexpr size_t max_tile_panels = 16;  // 96 rows of A, k_block deep: 96 KiB
+// Rows of A, k_block deep: 96 KiB, or 256 KiB where AVX-512 comes with an L2 of at least 1 MiB.
+constexpr size_t max_tile_panels = vector_floats == 16 ? 32 : 16;
 constexpr size_t max_group_columns = 3072;
 constexpr size_t max_group_floats = size_t{1} << 20,
                  min_group_floats = 1 << 12;  // of packed B: 4 MiB, 16 KiB
@@ -32,6 +33,78 @@ inline Vector load(const float* from) {
 }
 
 inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
+
+typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
+
+// Transposes the 8 x 8 numbers of x, in three rounds of exchanges between pairs of rows.
+inline void transpose(Eight (&x)[8]) {
+    const auto exchange = [&](auto distance, const auto& low, const auto& high) {
+#pragma GCC unroll 8
+        for (size_t i = 0; i < 8; i++) {
+            if ((i & distance) != 0) continue;
+            const Eight a = x[i], b = x[i + distance];
+            x[i] = low(a, b), x[i + distance] = high(a, b);
+        }
+    };
+    exchange(
+        std::integral_constant<size_t, 4>{},
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11); },
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15); });
+    exchange(
+        std::integral_constant<size_t, 2>{},
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13); },
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15); });
+    exchange(
+        std::integral_constant<size_t, 1>{},
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14); },
+        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15); });
+}
+
+// Eight steps of up to eight lanes: to(s*width + i) = from(i*lane_stride + s).
+template <size_t lanes, size_t width>
+inline void pack_block(float* __restrict__ to, const float* __restrict__ from, size_t lane_stride) {
+    Eight block[8] = {};
+#pragma GCC unroll 8
+    for (size_t i = 0; i < lanes; i++) memcpy(&block[i], from + i * lane_stride, sizeof(Eight));
+    transpose(block);
+#pragma GCC unroll 8
+    for (size_t s = 0; s < 8; s++) memcpy(to + s * width, &block[s], lanes * sizeof(float));
+}
+
+// Packs a full panel whose lanes are runs of memory, `lane_stride` apart: in blocks that are transposed in
+// registers, and the last few steps number by number.
+template <size_t width>
+inline void pack_lanes(float* __restrict__ to, const float* __restrict__ from, size_t lane_stride,
+                       size_t depth) {
+    constexpr size_t rest = width % 8, full = width - rest;
+    size_t s = 0;
+    for (; s + 8 <= depth; s += 8) {
+        for (size_t i = 0; i < full; i += 8)
+            pack_block<8, width>(to + s * width + i, from + i * lane_stride + s, lane_stride);
+        if constexpr (rest != 0)
+            pack_block<rest, width>(to + s * width + full, from + full * lane_stride + s, lane_stride);
+    }
+    for (; s < depth; s++) {
+        for (size_t i = 0; i < width; i++) to[s * width + i] = from[i * lane_stride + s];
+    }
+}
+
+// One step of a panel whose lanes are neighbours in memory; lanes that are not there become 0.
+template <size_t width>
+inline void copy_lanes(float* __restrict__ to, const float* __restrict__ from, size_t lanes) {
+    if (lanes < width) {
+        std::fill(std::copy_n(from, lanes, to), to + width, 0.0f);
+    } else {  // in registers: as one copy, gcc calls memmove
+        constexpr size_t rest = width % 8;
+#pragma GCC unroll 4
+        for (size_t i = 0; i + 8 <= width; i += 8) {
+            Eight lane;
+            memcpy(&lane, from + i, sizeof(lane));
+            memcpy(to + i, &lane, sizeof(lane));
+        }
+        for (size_t i = width - rest; i < width; i++) to[i] = from[i];
+    }
+}
 
 // Packs a panel: lane i at step s is from[i*lane_stride + s*step_stride] and goes to to[s*width + i]; lanes
 // that are not there become 0. Without __restrict__ the compiler must move one number at a time.
@@ -63,21 +136,29 @@ void pack_panels_of(float* packed, size_t panel_stride, const Storage* source, s
             float buffer[max_pack_lanes];
             const float* const lanes = as_floats(buffer, source + s * step_stride, count);
             for (size_t p = 0; p < panels; p++)
-                pack_panel<width>(packed + p * panel_stride + s * width, lanes + p * width, 1, 0,
-                                  count - p * width, 1);
+                copy_lanes<width>(packed + p * panel_stride + s * width, lanes + p * width,
+                                  count - p * width);
         }
     } else {
         for (size_t p = 0; p < panels; p++) {
+            // step_stride is 1: of a matrix's two strides one is
             const Storage* const first = source + p * width * lane_stride;
             float* const panel = packed + p * panel_stride;
+            const size_t lanes = std::min(width, count - p * width);
+            const auto pack = [&](const float* from, size_t stride) {
+                if (lanes == width) {
+                    pack_lanes<width>(panel, from, stride, depth);
+                } else {
+                    pack_panel<width>(panel, from, stride, 1, lanes, depth);
+                }
+            };
             if constexpr (std::is_same_v<Storage, float>) {
-                pack_panel<width>(panel, first, lane_stride, step_stride, count - p * width, depth);
-            } else {  // step_stride is 1: of a matrix's two strides one is
-                const size_t lanes = std::min(width, count - p * width);
+                pack(first, lane_stride);
+            } else {
                 float buffer[width * buffer_stride];
                 for (size_t i = 0; i < lanes; i++)
                     to_floats(buffer + i * buffer_stride, first + i * lane_stride, depth);
-                pack_panel<width>(panel, buffer, buffer_stride, 1, lanes, depth);
+                pack(buffer, buffer_stride);
             }
         }
     }
@@ -95,7 +176,11 @@ Plan make_plan_of(size_t m, size_t n, size_t k, size_t batch, size_t threads, Pa
     plan.row_panels = ceil_div(m, panel_rows);
     plan.column_panels = ceil_div(n, panel_columns);
 
-    plan.group_panels = ceil_div(plan.column_panels, ceil_div(n, max_group_columns));
+    // A B that is too large for one group is cut across its columns, and A is packed again for each piece;
+    // or, if it is so narrow that this would cost more, across k, and the sums go to memory and back.
+    const size_t columns =
+        k <= 2 * n ? std::clamp(max_group_floats / k, panel_columns, max_group_columns) : max_group_columns;
+    plan.group_panels = ceil_div(plan.column_panels, ceil_div(n, columns));
     const size_t group_row = plan.group_panels * panel_columns;
     plan.group_k = std::min(k, std::max(size_t{1}, group_floats / group_row / k_block) * k_block);
     plan.group_batch = plan.group_k < k ? 1 : std::clamp(group_floats / (group_row * k), size_t{1}, batch);
@@ -157,33 +242,26 @@ INSTANTIATE(bf16_t)
 INSTANTIATE(fp16_t)
 #undef INSTANTIATE
 
-// The accumulators are named: as an array, gcc keeps them in memory, at a third of the speed. The loop is not
-// unrolled by hand: gcc then moves registers about, and loses a tenth.
+// The loops over the accumulators must be unrolled by name: otherwise gcc keeps them in memory, at a third of
+// the speed. The loop over k is not unrolled: gcc then moves registers about, and loses a tenth.
 void multiply_panels(float* tile, const float* sums, const float* a, const float* b, const float* ahead,
                      size_t depth) {
-    Vector c00{}, c01{}, c10{}, c11{}, c20{}, c21{}, c30{}, c31{}, c40{}, c41{}, c50{}, c51{};
+    Vector left[panel_rows], right[panel_rows];
+#pragma GCC unroll 16
+    for (size_t i = 0; i < panel_rows; i++) left[i] = right[i] = Vector{};
     for (size_t s = 0; s < depth; s++, a += panel_rows, b += panel_columns, ahead += panel_columns) {
         __builtin_prefetch(ahead, 0, 2);
-        const Vector b0 = load(b), b1 = load(b + vector_floats);
-        c00 += a[0] * b0, c01 += a[0] * b1;
-        c10 += a[1] * b0, c11 += a[1] * b1;
-        c20 += a[2] * b0, c21 += a[2] * b1;
-        c30 += a[3] * b0, c31 += a[3] * b1;
-        c40 += a[4] * b0, c41 += a[4] * b1;
-        c50 += a[5] * b0, c51 += a[5] * b1;
+        const Vector b_left = load(b), b_right = load(b + vector_floats);
+#pragma GCC unroll 16
+        for (size_t i = 0; i < panel_rows; i++) left[i] += a[i] * b_left, right[i] += a[i] * b_right;
     }
-    const auto finish = [&](size_t row, Vector left, Vector right) {
-        const size_t at = row * panel_columns;
-        if (sums != nullptr) left += load(sums + at), right += load(sums + at + vector_floats);
-        store(tile + at, left);
-        store(tile + at + vector_floats, right);
-    };
-    finish(0, c00, c01);
-    finish(1, c10, c11);
-    finish(2, c20, c21);
-    finish(3, c30, c31);
-    finish(4, c40, c41);
-    finish(5, c50, c51);
+#pragma GCC unroll 16
+    for (size_t i = 0; i < panel_rows; i++) {
+        const size_t at = i * panel_columns;
+        if (sums != nullptr) left[i] += load(sums + at), right[i] += load(sums + at + vector_floats);
+        store(tile + at, left[i]);
+        store(tile + at + vector_floats, right[i]);
+    }
 }
 
 }  // namespace gemm_detail
