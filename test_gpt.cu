@@ -753,7 +753,8 @@ TYPED_TEST(Damaged, WhatIsNotFiniteReachesNothing) {
 
 // 1e30, whose square is infinite in fp32, is clipped: to 1, and what is beside it to nearly nothing. No
 // weight moves further than in other steps: AdamW's move by 0.45 lr at most when one gradient dwarfs those
-// before, (1 - beta1) / sqrt(1 - beta2), a little more in the first steps; Muon's by 0.2 sqrt(144) 1.15 lr.
+// before, (1 - beta1) / sqrt(1 - beta2), a little more in the first steps; Muon's by 0.2 sqrt(144) 1.3 lr, as
+// cubic5 takes no singular value above 1.3.
 TYPED_TEST(Damaged, AnEnormousGradientIsClipped) {
     TestFixture::for_each_tensor([](TrainerOf<TypeParam>& trainer, const Parameter& parameter) {
         const std::vector<float> before = TestFixture::weights(trainer);
@@ -766,7 +767,7 @@ TYPED_TEST(Damaged, AnEnormousGradientIsClipped) {
         const size_t planted = parameter.offset + parameter.used_rows * parameter.cols - 1;
         EXPECT_LT(after[planted], before[planted]);
         const float decay = 0.1f * largest(before);
-        EXPECT_LE(largest(difference(after, before)), TestFixture::lr * (3 + decay));
+        EXPECT_LE(largest(difference(after, before)), TestFixture::lr * (3.12 + decay));
     });
 }
 

@@ -17,8 +17,8 @@
 
 namespace {
 
-// Large blocks start on a 2 MiB page border, and the kernel is asked for huge pages: packing walks across rows
-// that are pages apart, and each small page would be looked up.
+// Large blocks start on a 2 MiB page border, and the kernel is asked for huge pages: packing walks across
+// rows that are pages apart, and each small page would be looked up.
 constexpr size_t huge_page = size_t{2} << 20;
 
 constexpr size_t megabyte = size_t{1} << 20;  // what a thread zeroes or copies at a time
