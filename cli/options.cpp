@@ -91,12 +91,9 @@ const std::map<std::string, MuonPreset> muon_presets = {
 // (track 3, 0.025 for the matrices, decay 0.05); normuon: with NorMuon on top.
 std::vector<std::pair<std::string, std::string>> preset_values(MuonPreset preset) {
     if (preset == MuonPreset::drop_in) return {};
-    std::vector<std::pair<std::string, std::string>> values = {{"lr-muon", "0.025"},
-                                                               {"weight-decay", "0.05"},
-                                                               {"eps", "1e-10"},
-                                                               {"muon-ns", "polar-express"},
-                                                               {"muon-scale", "original"},
-                                                               {"muon-momentum-warmup", "300"}};
+    std::vector<std::pair<std::string, std::string>> values = {
+        {"lr-muon", "0.025"},         {"weight-decay", "0.05"},   {"eps", "1e-10"},
+        {"muon-ns", "polar-express"}, {"muon-scale", "original"}, {"muon-momentum-warmup", "300"}};
     if (preset == MuonPreset::normuon) values.emplace_back("muon-normuon", "true");
     return values;
 }
