@@ -10,6 +10,7 @@
 #include "dev/bench/timing.h"
 #include "kernels/device.h"
 #include "kernels/error.h"
+#include "kernels/kernels.h"
 #include "model/gpt.h"
 #include "optim/optimizer.h"
 
@@ -91,6 +92,11 @@ void run(const Settings& settings) {
         workspace = std::max(workspace, 4 * optimizer_minimum_workspace(optimizer));
     }
     const Arenas arenas = make_arenas(table, workspace, stream);
+    // A layer's largest product takes the scratch memory that a run has by the time of its first update, and
+    // that the optimizer's products then share.
+    const size_t C = model.channels, N = std::min<size_t>(256, workspace / (4 * C));
+    linear_forward<float>(arenas.workspace, nullptr, arenas.grads, arenas.params, nullptr, N, C, 4 * C,
+                          stream);
     printf("%s; %s with %zu layers, %d rounds\n", device_name(stream).c_str(), settings.model.c_str(),
            model.layers, settings.rounds);
 
