@@ -125,7 +125,7 @@ def run(options):
             "program": bench.version,
             "git": measure.git_hash(),
             **measure.machine(),
-            "command": "scripts/reproduce_98.sh " + measure.command_text(sys.argv[1:]),
+            "command": measure.command_text(["scripts/reproduce_98.sh", *sys.argv[1:]]),
         },
     )
     results.write()
