@@ -7,9 +7,9 @@
 //              dq += ds k;  dk += ds^T q;  dv += p^T dout
 // Forward is 2 T^2 HS flop a head, backward 5. No more than a block of scores exists at a time.
 //
-// Every product is made of tiles of 6 x 16 accumulators: 12 registers of AVX2, enough to hide the latency of
-// its two FMA units. 96 is a multiple of both sides. A product's left operand is read by strides and its
-// right one by rows of a multiple of 16, so only k (backward: and v) is needed transposed. Padding is zero.
+// Every product is made of register tiles (vectors.h); 96 is a multiple of both sides of each. A product's left
+// operand is read by strides and its right one by rows of a multiple of 16, so only k (backward: and v) is
+// needed transposed. Padding is zero.
 //
 // The bits of a query's output depend on its own row and the keys before it: not on T, nor on other heads.
 #include <omp.h>
@@ -17,15 +17,17 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cpu/convert.h"
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/math.h"
+#include "kernels/cpu/vectors.h"
 #include "kernels/kernels.h"
 
 namespace {
 
 constexpr size_t block = 96;
-constexpr size_t tile_rows = 6;
-constexpr size_t tile_columns = 16;
+constexpr size_t granule = 16;  // rows of scores and of packed buffers have a multiple of it
+static_assert(block % tile_rows == 0 && block % granule == 0 && granule % vector_floats == 0);
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
 constexpr size_t round_up(size_t n, size_t multiple) { return ceil_div(n, multiple) * multiple; }
@@ -46,7 +48,7 @@ struct Shape {
 Shape head_shape(const char* op, size_t B, size_t T, size_t C, size_t NH) {
     check_sizes(op, {B, T, C, NH});
     if (C % NH != 0) fail("%s: C %zu is not a multiple of NH %zu", op, C, NH);
-    const size_t HS = C / NH, width = round_up(HS, tile_columns);
+    const size_t HS = C / NH, width = round_up(HS, granule);
     return {
         T, HS, width, ceil_div(T, block), block * width, C, 3 * C, 1.0f / std::sqrt(static_cast<float>(HS))};
 }
@@ -60,8 +62,9 @@ void pack_rows(float* rows, const Storage* source, size_t stride, size_t count, 
                float factor) {
     for (size_t i = 0; i < count; i++) {
         float* row = rows + i * shape.width;
+        to_floats(row, source + i * stride, shape.HS);
 #pragma omp simd
-        for (size_t h = 0; h < shape.HS; h++) row[h] = factor * to_float(source[i * stride + h]);
+        for (size_t h = 0; h < shape.HS; h++) row[h] *= factor;
         for (size_t h = shape.HS; h < shape.width; h++) row[h] = 0.0f;
     }
     std::fill(rows + count * shape.width, rows + round_up(count, block) * shape.width, 0.0f);
@@ -79,13 +82,11 @@ void unpack_rows(Storage* target, size_t stride, const float* rows, size_t count
     }
 }
 
-// columns(h,i) = rows(i,h) for one block. Eight rows at a time, so that stores are whole vectors.
-void transpose_block(float* columns, const float* rows, size_t width) {
-    for (size_t first = 0; first < block; first += 8) {
-        for (size_t h = 0; h < width; h++) {
-#pragma omp simd
-            for (size_t i = first; i < first + 8; i++) columns[h * block + i] = rows[i * width + h];
-        }
+// columns(h,i) = rows(i,h) for one block.
+void transpose_rows(float* columns, const float* rows, size_t width) {
+    for (size_t i = 0; i < block; i += 8) {
+        for (size_t h = 0; h < width; h += 8)
+            transpose_block<8>(columns + h * block + i, block, rows + i * width + h, width);
     }
 }
 
@@ -98,38 +99,49 @@ struct LeftOperand {
     size_t row_stride, k_stride;
 };
 
-// c(6,16) = a b, or c + a b. b (depth,16); ldb and ldc: from row to row. A function of its own, with constant
-// bounds: the compilers at hand keep the accumulators in registers only then.
-[[gnu::noinline]] void multiply_tile(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b,
-                                     size_t ldb, size_t depth) {
-    float sums[tile_rows][tile_columns] = {};
-    for (size_t k = 0; k < depth; k++) {
-        const float* b_row = b + k * ldb;
+// c(tile_rows, vectors) = a b, or c + a b, where columns are counted in vectors. b (depth, vectors); ldb and ldc:
+// from row to row. The loops over the sums must be unrolled by name: otherwise gcc keeps them in memory.
+template <size_t vectors>
+void multiply_tile(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b, size_t ldb,
+                   size_t depth) {
+    Vector sums[vectors][tile_rows];
+#pragma GCC unroll 2
+    for (size_t v = 0; v < vectors; v++) {
+#pragma GCC unroll 8
+        for (size_t i = 0; i < tile_rows; i++) sums[v][i] = Vector{};
+    }
+    for (size_t k = 0; k < depth; k++, a.data += a.k_stride, b += ldb) {
+#pragma GCC unroll 8
         for (size_t i = 0; i < tile_rows; i++) {
-            const float left = a.data[i * a.row_stride + k * a.k_stride];
-#pragma omp simd
-            for (size_t j = 0; j < tile_columns; j++) sums[i][j] += left * b_row[j];
+            const float left = a.data[i * a.row_stride];
+#pragma GCC unroll 2
+            for (size_t v = 0; v < vectors; v++) sums[v][i] += left * load(b + v * vector_floats);
         }
     }
-    for (size_t i = 0; i < tile_rows; i++) {
-        float* c_row = c + i * ldc;
-#pragma omp simd
-        for (size_t j = 0; j < tile_columns; j++) c_row[j] = accumulate ? c_row[j] + sums[i][j] : sums[i][j];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < tile_rows; i++, c += ldc) {
+#pragma GCC unroll 2
+        for (size_t v = 0; v < vectors; v++) {
+            float* const to = c + v * vector_floats;
+            store(to, accumulate ? load(to) + sums[v][i] : sums[v][i]);
+        }
     }
 }
 
-// The same for a row of tiles: c (6,columns), b (depth,columns), columns a multiple of 16.
+// The same for a row of tiles: c (tile_rows,columns), b (depth,columns), columns a multiple of 16.
 void multiply(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b, size_t ldb,
               size_t columns, size_t depth) {
-    for (size_t column = 0; column < columns; column += tile_columns) {
-        multiply_tile(c + column, ldc, accumulate, a, b + column, ldb, depth);
-    }
+    size_t column = 0;
+    for (; column + 2 * vector_floats <= columns; column += 2 * vector_floats)
+        multiply_tile<2>(c + column, ldc, accumulate, a, b + column, ldb, depth);
+    for (; column < columns; column += vector_floats)
+        multiply_tile<1>(c + column, ldc, accumulate, a, b + column, ldb, depth);
 }
 
 // How many scores of a row tile are needed: a block, or on the diagonal no more than its last row looks back
 // on, in whole tiles.
 size_t scores_width(bool diagonal, size_t first_row) {
-    return diagonal ? round_up(first_row + tile_rows, tile_columns) : block;
+    return diagonal ? round_up(first_row + tile_rows, granule) : block;
 }
 
 // On the diagonal a row sees the keys up to itself; a score of -inf gives p = 0.
@@ -140,13 +152,13 @@ void mask_future(float* scores, size_t row, size_t columns) {
 // ---------------------------------------------------------------------------------------------------
 // Forward
 
-// Turns 6 rows of scores into p = exp(s - m') with the row's new running maximum m', and adds them to the
+// Turns a tile's rows of scores into p = exp(s - m') with the row's new running maximum m', and adds them to the
 // running totals; correction = exp(m - m'). Each step is done for all rows before the next one, because the
 // steps of a single row wait for each other.
 void softmax_rows(float* scores, size_t columns, float* maximum, float* total, float* correction) {
     for (size_t i = 0; i < tile_rows; i++) {
         const float before = maximum[i];
-        maximum[i] = std::max(before, lane_max<tile_columns>(scores + i * block, columns));
+        maximum[i] = std::max(before, lane_max<granule>(scores + i * block, columns));
         correction[i] = fast_exp(before - maximum[i]);
     }
     for (size_t i = 0; i < tile_rows; i++) {
@@ -157,7 +169,7 @@ void softmax_rows(float* scores, size_t columns, float* maximum, float* total, f
     }
     for (size_t i = 0; i < tile_rows; i++) {
         const float* row = scores + i * block;
-        const float sum = lane_sum<float, tile_columns>(columns, [&](size_t c) { return row[c]; });
+        const float sum = lane_sum<float, granule>(columns, [&](size_t c) { return row[c]; });
         total[i] = total[i] * correction[i] + sum;
     }
 }
@@ -179,7 +191,7 @@ void head_forward(Storage* out, float* lse, const Storage* qkv, const Shape& sha
     float* scores = output + shape.block_floats;               // one row tile
     for (size_t index = 0; index < shape.blocks; index++) {
         pack_rows(q, k_source + index * block * stride, stride, shape.block_tokens(index), shape, 1.0f);
-        transpose_block(k_columns + index * shape.block_floats, q, width);
+        transpose_rows(k_columns + index * shape.block_floats, q, width);
     }
     pack_rows(v, v_source, stride, shape.T, shape, 1.0f);
 
@@ -243,7 +255,7 @@ void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const
     pack_rows(d_output, dout, shape.stride, shape.T, shape, 1.0f);
     for (size_t t = 0; t < shape.T; t++) {
         const Storage *dout_row = dout + t * shape.stride, *out_row = out + t * shape.stride;
-        D[t] = lane_sum<float, tile_columns>(
+        D[t] = lane_sum<float, granule>(
             shape.HS, [&](size_t h) { return to_float(dout_row[h]) * to_float(out_row[h]); });
     }
 
@@ -251,9 +263,9 @@ void head_backward(Storage* dqkv, const Storage* dout, const Storage* out, const
         const size_t keys = shape.block_tokens(key_block);
         const Storage* k_source = qkv + key_block * block * stride + shape.stride;
         pack_rows(dv, k_source + shape.stride, stride, keys, shape, 1.0f);  // v; dv itself is not in use yet
-        transpose_block(v_columns, dv, width);
+        transpose_rows(v_columns, dv, width);
         pack_rows(k, k_source, stride, keys, shape, 1.0f);
-        transpose_block(k_columns, k, width);
+        transpose_rows(k_columns, k, width);
 
         for (size_t query_block = key_block; query_block < shape.blocks; query_block++) {
             const bool diagonal = key_block == query_block;

@@ -23,54 +23,6 @@ constexpr size_t pack_panels = 4;             // of B, packed together: reads 25
 constexpr size_t max_pack_lanes = std::max(max_tile_panels * panel_rows, pack_panels* panel_columns);
 constexpr size_t buffer_stride = k_block + 16;  // rows a power of two apart would share few sets of L1
 
-// GCC's and clang's vectors: one source for SSE, AVX2, AVX-512 and NEON.
-typedef float Vector __attribute__((vector_size(vector_floats * sizeof(float))));
-
-inline Vector load(const float* from) {
-    Vector vector;
-    memcpy(&vector, from, sizeof(vector));
-    return vector;
-}
-
-inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
-
-typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
-
-// Transposes the 8 x 8 numbers of x, in three rounds of exchanges between pairs of rows.
-inline void transpose(Eight (&x)[8]) {
-    const auto exchange = [&](auto distance, const auto& low, const auto& high) {
-#pragma GCC unroll 8
-        for (size_t i = 0; i < 8; i++) {
-            if ((i & distance) != 0) continue;
-            const Eight a = x[i], b = x[i + distance];
-            x[i] = low(a, b), x[i + distance] = high(a, b);
-        }
-    };
-    exchange(
-        std::integral_constant<size_t, 4>{},
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11); },
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15); });
-    exchange(
-        std::integral_constant<size_t, 2>{},
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13); },
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15); });
-    exchange(
-        std::integral_constant<size_t, 1>{},
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14); },
-        [](Eight a, Eight b) { return __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15); });
-}
-
-// Eight steps of up to eight lanes: to(s*width + i) = from(i*lane_stride + s).
-template <size_t lanes, size_t width>
-inline void pack_block(float* __restrict__ to, const float* __restrict__ from, size_t lane_stride) {
-    Eight block[8] = {};
-#pragma GCC unroll 8
-    for (size_t i = 0; i < lanes; i++) memcpy(&block[i], from + i * lane_stride, sizeof(Eight));
-    transpose(block);
-#pragma GCC unroll 8
-    for (size_t s = 0; s < 8; s++) memcpy(to + s * width, &block[s], lanes * sizeof(float));
-}
-
 // Packs a full panel whose lanes are runs of memory, `lane_stride` apart: in blocks that are transposed in
 // registers, and the last few steps number by number.
 template <size_t width>
@@ -80,9 +32,9 @@ inline void pack_lanes(float* __restrict__ to, const float* __restrict__ from, s
     size_t s = 0;
     for (; s + 8 <= depth; s += 8) {
         for (size_t i = 0; i < full; i += 8)
-            pack_block<8, width>(to + s * width + i, from + i * lane_stride + s, lane_stride);
+            transpose_block<8>(to + s * width + i, width, from + i * lane_stride + s, lane_stride);
         if constexpr (rest != 0)
-            pack_block<rest, width>(to + s * width + full, from + full * lane_stride + s, lane_stride);
+            transpose_block<rest>(to + s * width + full, width, from + full * lane_stride + s, lane_stride);
     }
     for (; s < depth; s++) {
         for (size_t i = 0; i < width; i++) to[s * width + i] = from[i * lane_stride + s];
@@ -191,11 +143,11 @@ Plan make_plan_of(size_t m, size_t n, size_t k, size_t batch, size_t threads, Pa
     // Cutting columns packs A again for each piece, so it is done only where threads would have no tile.
     plan.column_tiles = std::min(plan.group_panels, ceil_div(threads, plan.row_tiles * plan.group_batch));
 
-    const size_t tile_rows = ceil_div(plan.row_panels, plan.row_tiles);
+    const size_t tile_panels = ceil_div(plan.row_panels, plan.row_tiles);
     plan.carry = plan.group_k < k;
     plan.packed_b = plan.group_batch * plan.group_k * group_row;
-    plan.packed_a = tile_rows * k_block * panel_rows;
-    plan.sums = tile_rows * ceil_div(plan.group_panels, plan.column_tiles) * tile_floats;
+    plan.packed_a = tile_panels * k_block * panel_rows;
+    plan.sums = tile_panels * ceil_div(plan.group_panels, plan.column_tiles) * tile_floats;
     return plan;
 }
 

@@ -21,6 +21,7 @@
 #include <cstddef>
 
 #include "kernels/cpu/stream.h"
+#include "kernels/cpu/vectors.h"
 #include "kernels/dtype.h"
 
 // A batch of matrices: element (i,j) of matrix l is data[l*batch_stride + i*row_stride + j*column_stride].
@@ -52,19 +53,7 @@ enum class Part { whole, lower };
 
 namespace gemm_detail {
 
-// A vector register of the target. Six rows of two vectors are 12 accumulators: enough to hide the latency
-// of two FMA units, and with two vectors of B and one number of A they just fit 16 registers. AVX-512 has 32:
-// eight rows, which divide the usual sizes, read a panel of B less often.
-#if defined(__AVX512F__)
-constexpr size_t vector_floats = 16;
-constexpr size_t panel_rows = 8;
-#elif defined(__AVX__)
-constexpr size_t vector_floats = 8;
-constexpr size_t panel_rows = 6;
-#else
-constexpr size_t vector_floats = 4;
-constexpr size_t panel_rows = 6;
-#endif
+constexpr size_t panel_rows = tile_rows;
 constexpr size_t panel_columns = 2 * vector_floats;
 constexpr size_t tile_floats = panel_rows * panel_columns;
 constexpr size_t k_block = 256;  // a panel of B, this deep, is half of a 32 KiB L1 (AVX2)
