@@ -48,6 +48,9 @@ ifeq ($(BACKEND),cuda)
     NVCC_FLAGS := -std=c++20 -O3 -lineinfo --expt-relaxed-constexpr -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall$(,)-Wextra \
                   $(foreach a,$(architectures),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
                   -gencode arch=compute_$(newest)$(,)code=compute_$(newest)
+    # Before NCCL's folders, which may hold another version of CUDA.
+    FLAGS += -isystem $(CUDA_HOME)/include
+    LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
     # NCCL where both its header and its library are, whatever package they came with (PyPI's has no libnccl.so, but
     # libnccl.so.2).
     nccl_library_in = $(and $(wildcard $(1)/include/nccl.h),$(firstword $(sort \
@@ -62,10 +65,8 @@ ifeq ($(BACKEND),cuda)
     else ifneq ($(NCCL_HOME),)
         $(error NCCL_HOME=$(NCCL_HOME): has no include/nccl.h, or no lib/libnccl.so)
     endif
-    FLAGS += -isystem $(CUDA_HOME)/include
     OPS += $(wildcard kernels/cuda/*.cu)
     TESTS += test_instructions test_fused_linear test_cuda
-    LIBS += -L$(CUDA_HOME)/lib64 -Wl$(,)-rpath$(,)$(CUDA_HOME)/lib64 -lcublasLt -lcudart
 endif
 ifeq ($(BACKEND),sim)
     # The simulator sees each load and store of the CUDA sources through the calls that these options make GCC
