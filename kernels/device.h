@@ -30,7 +30,7 @@ void stream_destroy(Stream* stream);
 // Waits until everything queued on the stream has finished.
 void stream_synchronize(Stream* stream);
 
-// One line for people: "CPU, 2 threads, AVX2" or the GPU's name.
+// One line for people: "CPU, 2 threads, AVX-512" or the GPU's name.
 std::string device_name(const Stream* stream);
 
 // Whether 16-bit products are many times as fast as fp32 ones here: on a GPU, not on a CPU.

@@ -89,8 +89,12 @@ void stream_destroy(Stream* stream) {
 void stream_synchronize(Stream*) {}
 
 std::string device_name(const Stream* stream) {
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX512F__)
+    const char* vectors = "AVX-512";
+#elif defined(__AVX2__) && defined(__FMA__)
     const char* vectors = "AVX2";
+#elif defined(__ARM_NEON)
+    const char* vectors = "NEON";
 #else
     const char* vectors = "portable vectors";
 #endif
