@@ -2,7 +2,8 @@
 # its CPU. `make cpu`, `make cuda`, `make sim` choose; `make test` runs every test; `make bench` the benchmarks.
 # Objects and programs go to build/<backend>/; `make -j` uses every core.
 #
-#   MARCH=...     the CPU's architecture (default: the one you build on)
+#   MARCH=...     the CPU's architecture (default: the one you build on); "any": programs for every machine of this
+#                 kind, in build/cpu-any/, which find out on x86-64 whether there is AVX2 or AVX-512
 #   CXX=clang++   another compiler
 #   SANITIZE=1    the CPU build under AddressSanitizer and UBSan, in build/cpu-sanitize/
 #   ARCHS=...     GPU architectures: "all", or some of 80 86 89 90 100 120 (default: this machine's GPU, else 90)
@@ -18,15 +19,19 @@ STATIC ?=
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 GPU := $(if $(NVCC),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(,)noheader 2>/dev/null | head -n 1))
 BACKEND ?= $(if $(GPU),cuda,cpu)
-BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)
+BUILD := build/$(BACKEND)$(if $(SANITIZE),-sanitize)$(and $(filter cpu,$(BACKEND)),$(filter any,$(MARCH)),-any)
+# The machine's kind with MARCH=any; and the oldest of that kind, else what was asked for.
+kind := $(if $(filter any,$(MARCH)),$(firstword $(subst -, ,$(shell $(CXX) -dumpmachine))))
+march := $(patsubst x86_64,x86-64,$(patsubst aarch64,armv8-a,$(or $(kind),$(MARCH))))
 
 # Kernels reduce in an order that the source fixes; nothing here may let the compiler reorder or assume away
-# NaN. -fno-math-errno and -fno-trapping-math change no result. Two warnings are off: GCC 12 raises -Wrestrict
-# falsely on std::string (GCC bug 105651) and -Wmaybe-uninitialized on std::regex and its own AVX-512 header.
+# NaN. -fno-math-errno and -fno-trapping-math change no result. Three warnings are off: GCC 12 raises -Wrestrict
+# falsely on std::string (GCC bug 105651) and -Wmaybe-uninitialized on std::regex and its own AVX-512 header;
+# -Wpsabi is about calls between files that are compiled for different vectors, and no call passes a vector.
 CXXFLAGS ?= -O3 -g1
 sanitizers := -fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-FLAGS := -std=c++20 -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
-         -Wall -Wextra -Wshadow -Wno-unknown-warning-option -Wno-restrict -Wno-maybe-uninitialized -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
+FLAGS := -std=c++20 -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast \
+         -Wall -Wextra -Wshadow -Wno-unknown-warning-option -Wno-restrict -Wno-maybe-uninitialized -Wno-psabi -Werror -I. -MMD -MP $(if $(SANITIZE),$(sanitizers))
 
 OPS := $(wildcard kernels/$(BACKEND)/*.cpp)
 TESTS := test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_gpt test_program
@@ -34,7 +39,7 @@ LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
 ifeq ($(BACKEND),cpu)
-    TESTS += test_dist test_ranks
+    TESTS += test_dist test_ranks $(if $(kind),test_portable)
 endif
 ifeq ($(BACKEND),cuda)
     ifeq ($(NVCC),)
@@ -80,6 +85,15 @@ ifeq ($(BACKEND),sim)
     LIBS += -fsanitize=address$(,)undefined -lboost_context
 endif
 
+# The CPU's programs for any x86-64: the ops are a shared library, built for three levels of the instruction set
+# (x86-64 psABI). The C library's loader takes the best that the machine has, from glibc 2.33 on and where the
+# folders have these names; else the one beside the program. Calls within a library stay there: the program's copy
+# of an inline function knows no AVX.
+ifeq ($(BACKEND)$(kind),cpux86_64)
+    KERNELS := libmugpt_kernels.so
+    FLAGS += -fPIC -fno-semantic-interposition
+    LIBS += -Wl$(,)-rpath$(,)'$$ORIGIN'
+endif
 
 LINK_FLAGS := $(FLAGS)
 ifneq ($(STATIC),)
@@ -95,8 +109,8 @@ transport_of_cuda := $(if $(HAVE_NCCL),nccl)
 RANKS := dist/transport_$(or $(transport_of_$(BACKEND)),none).cpp dist/launcher$(if $(filter sim,$(BACKEND)),_threads).cpp
 
 LIBRARY := $(wildcard kernels/*.cpp optim/*.cpp model/*.cpp data/*.cpp cli/*.cpp) \
-           $(filter-out dist/transport_% dist/launcher%,$(wildcard dist/*.cpp)) $(RANKS) $(OPS)
-OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY)))
+           $(filter-out dist/transport_% dist/launcher%,$(wildcard dist/*.cpp)) $(RANKS) $(if $(KERNELS),,$(OPS))
+OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(LIBRARY))) $(KERNELS:%=$(BUILD)/%)
 
 # The commit goes into the log; the header changes, and one file is rebuilt, only when the commit does.
 $(shell mkdir -p build; \
@@ -111,7 +125,7 @@ all: $(BACKEND)
 cpu cuda sim:
 	@$(MAKE) --no-print-directory BACKEND=$@ program
 program: $(BUILD)/train_gpt
-	@$(if $(filter cpu cuda,$(notdir $(BUILD))),ln -sfn $(BUILD)/train_gpt train_gpt)
+	@$(if $(filter cpu cpu-any cuda,$(notdir $(BUILD))),ln -sfn $(BUILD)/train_gpt train_gpt)
 tests: program $(TESTS:%=$(BUILD)/%)
 reproduce: program $(BUILD)/bench_throughput $(BUILD)/bench_plan  # what scripts/reproduce_98.sh runs
 
@@ -124,7 +138,7 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS)
 	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS)
 	$(LINK) $(GTEST) $(LIBS) $(LDFLAGS)
-$(BUILD)/test_program $(BUILD)/test_ranks: | $(BUILD)/train_gpt  # which they run
+$(BUILD)/test_program $(BUILD)/test_ranks $(BUILD)/test_portable: | $(BUILD)/train_gpt  # which they run
 # The simulator stands alone: its tests link no op.
 $(simulator_tests:%=$(BUILD)/%): $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o \
         $(patsubst %.cpp,$(BUILD)/%.o,$(wildcard dev/cudasim/*.cpp)) $(BUILD)/kernels/error.o
@@ -146,7 +160,7 @@ $(BUILD)/bench_handicapped: $(BUILD)/dev/bench/bench_throughput.o $(BUILD)/handi
 	$(LINK) $(LIBS) $(LDFLAGS)
 
 # A .cu file is CUDA only below a folder and only for nvcc; to the host compiler it is C++.
-COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(CXX) $(CXXFLAGS) $(FLAGS) $(instrument)
+COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(CXX) $(CXXFLAGS) -march=$(march) $(FLAGS) $(instrument)
 ifeq ($(BACKEND),cuda)
 NVCC_COMPILE = @mkdir -p $(@D) && echo "compile $<" && $(NVCC) $(NVCC_FLAGS) -c -o $@ $<
 $(BUILD)/kernels/cuda/%.o: kernels/cuda/%.cu
@@ -160,6 +174,20 @@ $(BUILD)/handicap/%.o: %.cpp
 	$(COMPILE) -c -o $@ $<
 $(BUILD)/%.o: %.cpp
 	$(COMPILE) -c -o $@ $<
+ifneq ($(KERNELS),)
+ops := $(patsubst %.cpp,%.o,$(OPS))
+LINK_KERNELS = $(LINK) -shared -Wl,-Bsymbolic-functions -Wl,-soname,$(KERNELS)
+$(BUILD)/$(KERNELS): $(addprefix $(BUILD)/,$(ops)) | $(patsubst %,$(BUILD)/glibc-hwcaps/%/$(KERNELS),x86-64-v3 x86-64-v4)
+	$(LINK_KERNELS)
+$(BUILD)/glibc-hwcaps/%/$(KERNELS): $(addprefix $(BUILD)/glibc-hwcaps/%/,$(ops))
+	$(LINK_KERNELS)
+$(BUILD)/glibc-hwcaps/x86-64-v3/%.o: march := x86-64-v3
+$(BUILD)/glibc-hwcaps/x86-64-v3/%.o: %.cpp
+	$(COMPILE) -c -o $@ $<
+$(BUILD)/glibc-hwcaps/x86-64-v4/%.o: march := x86-64-v4
+$(BUILD)/glibc-hwcaps/x86-64-v4/%.o: %.cpp
+	$(COMPILE) -c -o $@ $<
+endif
 $(BUILD)/cli/version.o: FLAGS += -DMUGPT_BACKEND='"$(BACKEND)"'
 $(BUILD)/dev/cudasim/%.o: instrument :=
 $(BUILD)/dev/cudasim/%.o: CXXFLAGS := -O2 -g1

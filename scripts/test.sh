@@ -82,6 +82,15 @@ for test in $tests; do run_test "build/cpu/$test"; done
 run_command "test_reproduce.py: scripts/reproduce_98.sh" python3 dev/test/test_reproduce.py
 [ $fast -eq 0 ] || finish
 
+# The CPU's programs for any machine, under each instruction set that is here; and the op suite on lesser machines,
+# one without AVX-512 and one without AVX2.
+build BACKEND=cpu MARCH=any build/cpu-any/test_portable build/cpu-any/test_kernels
+run_test build/cpu-any/test_portable
+for lacks in AVX512F AVX2; do
+    echo "without $lacks:"
+    GLIBC_TUNABLES=glibc.cpu.hwcaps=-$lacks run_test build/cpu-any/test_kernels
+done
+
 # The same tests under AddressSanitizer and UBSan. Programs end by exit() on bad input, so leaks are not
 # faults there. test_program starts the program of its own build many times and stays with the plain build.
 export ASAN_OPTIONS=detect_leaks=0
