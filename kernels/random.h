@@ -5,21 +5,33 @@
 
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 // The streams that draw numbers; each has its own sequence for the same seed.
 enum class RandomStream : uint32_t { initialization = 1, shuffle = 2, sampling = 3, rounding = 4 };
 
-// Ten rounds of Philox on a 128-bit counter with a 64-bit key.
+// The key of the next round.
+constexpr std::array<uint32_t, 2> philox_next_key(std::array<uint32_t, 2> key) {
+    return {key[0] + 0x9E3779B9, key[1] + 0xBB67AE85};
+}
+
+// One round of Philox on the words of a 128-bit counter.
+constexpr void philox_round(uint32_t& word0, uint32_t& word1, uint32_t& word2, uint32_t& word3,
+                            std::array<uint32_t, 2> key) {
+    const uint64_t product0 = uint64_t{0xD2511F53} * word0;
+    const uint64_t product1 = uint64_t{0xCD9E8D57} * word2;
+    word0 = static_cast<uint32_t>(product1 >> 32) ^ word1 ^ key[0];
+    word1 = static_cast<uint32_t>(product1);
+    word2 = static_cast<uint32_t>(product0 >> 32) ^ word3 ^ key[1];
+    word3 = static_cast<uint32_t>(product0);
+}
+
+// Ten rounds with a 64-bit key.
 constexpr std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
     for (int round = 0; round < 10; round++) {
-        const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];
-        const uint64_t product1 = uint64_t{0xCD9E8D57} * counter[2];
-        counter = {
-            static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
-            static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
-        key[0] += 0x9E3779B9;
-        key[1] += 0xBB67AE85;
+        philox_round(counter[0], counter[1], counter[2], counter[3], key);
+        key = philox_next_key(key);
     }
     return counter;
 }
@@ -46,3 +58,8 @@ inline double random_normal(uint64_t seed, RandomStream stream, uint32_t substre
     const double u2 = (bits[1] + 0.5) * 0x1p-32;
     return std::sqrt(-2.0 * std::log(u1)) * std::cos(2.0 * M_PI * u2);
 }
+
+// out(i) = std * random_normal(..., first + i) for i < count, rounded to fp32; many at a time, to 1e-15
+// before it.
+void random_normals(float* out, size_t count, double std, uint64_t seed, RandomStream stream,
+                    uint32_t substream, uint64_t first);

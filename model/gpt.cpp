@@ -420,16 +420,16 @@ void gpt_set_tensor(Gpt<Storage>& model, const Parameter& parameter, const float
 
 template <typename Storage>
 void gpt_initialize(Gpt<Storage>& model, uint64_t seed, Stream* stream) {
+    constexpr size_t chunk = 8192;  // elements that a thread draws at a time
     for (size_t i = 0; i < model.table.size(); i++) {
         const Parameter& parameter = model.table[i];
         std::vector<float> values(parameter.used_rows * parameter.cols,
                                   parameter.initializer == Initializer::ones ? 1.0f : 0.0f);
         if (parameter.initializer == Initializer::normal) {
 #pragma omp parallel for num_threads(device_threads(stream)) schedule(static)
-            for (size_t e = 0; e < values.size(); e++) {
-                const double normal =
-                    random_normal(seed, RandomStream::initialization, static_cast<uint32_t>(i), e);
-                values[e] = static_cast<float>(parameter.init_std * normal);
+            for (size_t e = 0; e < values.size(); e += chunk) {
+                random_normals(values.data() + e, std::min(chunk, values.size() - e), parameter.init_std,
+                               seed, RandomStream::initialization, static_cast<uint32_t>(i), e);
             }
         }
         gpt_set_tensor(model, parameter, values.data(), stream);

@@ -1401,6 +1401,25 @@ TEST(StochasticRounding, PhiloxGivesKnownAnswers) {
               (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
+// The numbers of a run are those that the textbook's formula with the C library's log and cos gives one by
+// one, at any place and of any length; 1e-15 before rounding is another fp32 once in some ten million.
+TEST(Random, NormalsInARunAreThoseOneByOne) {
+    size_t different = 0, count = 0;
+    for (uint64_t first : {uint64_t{0}, uint64_t{4999}, (uint64_t{1} << 32) - 100}) {
+        for (size_t length : {1, 63, 64, 65, 200001}) {
+            std::vector<float> run(length + 1, -7.0f);
+            random_normals(run.data(), length, 0.02, 42, RandomStream::initialization, 5, first);
+            EXPECT_EQ(run[length], -7.0f);
+            for (size_t i = 0; i < length; i++, count++) {
+                const double expected = 0.02 * random_normal(42, RandomStream::initialization, 5, first + i);
+                ASSERT_NEAR(run[i], expected, std::fabs(expected) * 0x1p-24 + 1e-17) << first << " + " << i;
+                different += run[i] != static_cast<float>(expected);
+            }
+        }
+    }
+    EXPECT_LE(different, 1u) << "of " << count;
+}
+
 // x and the flags.
 template <typename Storage>
 Outputs run_normalize(const std::vector<float>& direction, size_t batch, size_t n, float safety) {

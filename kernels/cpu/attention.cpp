@@ -7,9 +7,9 @@
 //              dq += ds k;  dk += ds^T q;  dv += p^T dout
 // Forward is 2 T^2 HS flop a head, backward 5. No more than a block of scores exists at a time.
 //
-// Every product is made of register tiles (vectors.h); 96 is a multiple of both sides of each. A product's left
-// operand is read by strides and its right one by rows of a multiple of 16, so only k (backward: and v) is
-// needed transposed. Padding is zero.
+// Every product is made of register tiles (vectors.h); 96 is a multiple of both sides of each. A product's
+// left operand is read by strides and its right one by rows of a multiple of 16, so only k (backward: and v)
+// is needed transposed. Padding is zero.
 //
 // The bits of a query's output depend on its own row and the keys before it: not on T, nor on other heads.
 #include <omp.h>
@@ -99,8 +99,8 @@ struct LeftOperand {
     size_t row_stride, k_stride;
 };
 
-// c(tile_rows, vectors) = a b, or c + a b, where columns are counted in vectors. b (depth, vectors); ldb and ldc:
-// from row to row. The loops over the sums must be unrolled by name: otherwise gcc keeps them in memory.
+// c(tile_rows, vectors) = a b, or c + a b, where columns are counted in vectors. b (depth, vectors); ldb and
+// ldc: from row to row. The loops over the sums must be unrolled by name: otherwise gcc keeps them in memory.
 template <size_t vectors>
 void multiply_tile(float* c, size_t ldc, bool accumulate, LeftOperand a, const float* b, size_t ldb,
                    size_t depth) {
@@ -152,9 +152,9 @@ void mask_future(float* scores, size_t row, size_t columns) {
 // ---------------------------------------------------------------------------------------------------
 // Forward
 
-// Turns a tile's rows of scores into p = exp(s - m') with the row's new running maximum m', and adds them to the
-// running totals; correction = exp(m - m'). Each step is done for all rows before the next one, because the
-// steps of a single row wait for each other.
+// Turns a tile's rows of scores into p = exp(s - m') with the row's new running maximum m', and adds them to
+// the running totals; correction = exp(m - m'). Each step is done for all rows before the next one, because
+// the steps of a single row wait for each other.
 void softmax_rows(float* scores, size_t columns, float* maximum, float* total, float* correction) {
     for (size_t i = 0; i < tile_rows; i++) {
         const float before = maximum[i];

@@ -1,4 +1,5 @@
-// Vector registers of the target as GCC's and clang's vector types: one source for SSE, AVX2, AVX-512 and NEON.
+// Vector registers of the target as GCC's and clang's vector types: one source for SSE, AVX2, AVX-512 and
+// NEON.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +7,9 @@
 #include <type_traits>
 
 // A register tile is tile_rows rows of two vectors of sums. Six rows make 12 accumulators: enough to hide the
-// latency of two FMA units, and with two vectors of the right operand and one number of the left they just fit
-// 16 registers. AVX-512 has 32: eight rows, which divide the usual sizes, read the right operand less often.
+// latency of two FMA units, and with two vectors of the right operand and one number of the left they just
+// fit 16 registers. AVX-512 has 32: eight rows, which divide the usual sizes, read the right operand less
+// often.
 #if defined(__AVX512F__)
 constexpr size_t vector_floats = 16;
 constexpr size_t tile_rows = 8;
