@@ -114,10 +114,12 @@ class Throughput(unittest.TestCase):
 
     def test_blocks_do_not_count_beside_other_work(self):
         # Muon is faster by luck in every block, and slower by its own time.
-        lucky = point(
-            [2.0, 1.8, 2.1, 1.9, 2.2], [1.0, 1.1, 1.0, 1.2, 1.1], (0.0, 0.2), device="CPU, 2 threads"
-        )
+        adamw = [2.0, 1.8, 2.1, 1.9, 2.2]
+        lucky = point(adamw, [0.5 * seconds for seconds in adamw], (0.0, 0.2), device="CPU, 2 threads")
         self.assertEqual(verdicts.judge_point(lucky, MUON, 0.98)[0], CONFIRMED)
+        # The same luck on a machine that is quiet by what it sees, and unsteady.
+        unsteady = point(adamw, [1.0, 1.1, 1.0, 1.2, 1.1], (0.0, 0.2), device="CPU, 2 threads")
+        self.assertEqual(verdicts.judge_point(unsteady, MUON, 0.98)[0], REFUTED)
         lucky["cores_of_other_processes"] = 1.0
         self.assertEqual(verdicts.judge_point(lucky, MUON, 0.98)[0], REFUTED)
 

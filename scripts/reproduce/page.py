@@ -140,7 +140,7 @@ def throughput_plot(size, results):
             continue
         series = []
         for name in (MUON, LEAN):
-            ratios = [(point["tokens_per_step"], verdicts.ratio(point, name)) for point in points]
+            ratios = [(point["tokens_per_step"], verdicts.ratio(point, name)[0]) for point in points]
             series.append(
                 svg.Series(
                     name,
@@ -445,8 +445,7 @@ def sections(size, results):
                 "ratios; `by parts` takes forward and backward from all blocks, being the same code "
                 "for all, and "
                 "each optimizer's own time; it alone counts where other processes took more than a "
-                "quarter of a "
-                "core. In brackets what holds the true median with 93 %. At the point of equal "
+                "quarter of a core, or where the blocks' bracket is wider than 2 %. In brackets what holds the true median with 93 %. At the point of equal "
                 "difficulty dense "
                 "Newton-Schulz is 5 % of the model's FLOPs, as it was in NVIDIA's runs.",
                 throughput_plot(size, results),

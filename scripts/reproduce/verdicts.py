@@ -90,18 +90,26 @@ def quiet(point):
     return not point["device"].startswith("CPU") or point.get("cores_of_other_processes", 0) <= QUIET_CORES
 
 
+RESOLUTION = 0.02
+
+
+def steady(interval):
+    """Whether blocks can tell what is to be told: a machine that is shared with others outside its sight can be
+    quiet and yet change its speed by more than the two optimizers differ."""
+    return interval.high - interval.low <= RESOLUTION
+
+
 def ratio(point, name):
-    """What to show of a point."""
-    return by_blocks(point, name) if quiet(point) else by_parts(point, name)
+    """What to show of a point, and how it came about: by blocks on a quiet and steady machine, else by parts."""
+    blocks = by_blocks(point, name)
+    return (blocks, "blocks") if quiet(point) and steady(blocks) else (by_parts(point, name), "parts")
 
 
 def judge_point(point, name, gate):
-    """Verdict, interval and how: by blocks where they decide it on a quiet machine, else by parts."""
-    blocks, parts = by_blocks(point, name), by_parts(point, name)
-    for interval, how in ((blocks, "blocks"), (parts, "parts")) if quiet(point) else ((parts, "parts"),):
-        if judge(interval, gate) is not None:
-            return judge(interval, gate), interval, how
-    return UNMEASURED, parts, "noise"
+    """Verdict, interval and how."""
+    interval, how = ratio(point, name)
+    verdict = judge(interval, gate)
+    return (verdict, interval, how) if verdict is not None else (UNMEASURED, interval, f"{how}, noise")
 
 
 def all_of(verdicts):
@@ -133,11 +141,19 @@ def share(point, name):
     )
 
 
+THROUGHPUT_HOW = {
+    "blocks": ")",
+    "parts": ", by parts)",
+    "blocks, noise": ", noise hides the answer)",
+    "parts, noise": ", by parts, noise hides the answer)",
+}
+
+
 def point_text(point, name, gate):
     _, interval, how = judge_point(point, name, gate)
     text = f"{interval.per_cent()} at {point['tokens_per_step']:,} tokens/step (gate {100 * gate:g} %, "
     text += f"Newton-Schulz {100 * share(point, name):.2f} % of the model's FLOPs"
-    return text + {"blocks": ")", "parts": ", by parts)", "noise": ", by parts, noise hides the answer)"}[how]
+    return text + THROUGHPUT_HOW[how]
 
 
 def throughput(size, results):
