@@ -39,7 +39,7 @@ LIBS := -lxxhash
 GTEST := -lgtest -lgtest_main -lpthread
 
 ifeq ($(BACKEND),cpu)
-    TESTS += test_dist test_ranks $(if $(kind),test_portable)
+    TESTS += test_math test_dist test_ranks $(if $(kind),test_portable)
 endif
 ifeq ($(BACKEND),cuda)
     ifeq ($(NVCC),)

@@ -16,7 +16,7 @@ scripts/setup.sh || exit 1
 jobs=$(nproc)
 # Threads that wait do not spin: tests of many small ops on a machine that does other things as well.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-tests="test_plan test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt test_program test_ranks"
+tests="test_plan test_math test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt test_program test_ranks"
 passed=0 failed=0 skipped=0
 
 # Adds up what a GoogleTest program said and shows it where a test failed or was skipped; one that ended without
@@ -84,8 +84,9 @@ run_command "test_reproduce.py: scripts/reproduce_98.sh" python3 dev/test/test_r
 
 # The CPU's programs for any machine, under each instruction set that is here; and the op suite on lesser machines,
 # one without AVX-512 and one without AVX2.
-build BACKEND=cpu MARCH=any build/cpu-any/test_portable build/cpu-any/test_kernels
+build BACKEND=cpu MARCH=any build/cpu-any/test_portable build/cpu-any/test_math build/cpu-any/test_kernels
 run_test build/cpu-any/test_portable
+run_test build/cpu-any/test_math
 for lacks in AVX512F AVX2; do
     echo "without $lacks:"
     GLIBC_TUNABLES=glibc.cpu.hwcaps=-$lacks run_test build/cpu-any/test_kernels
@@ -95,7 +96,7 @@ done
 # faults there. test_program starts the program of its own build many times and stays with the plain build.
 export ASAN_OPTIONS=detect_leaks=0
 build BACKEND=cpu SANITIZE=1 CXXFLAGS="-O1 -g1" tests
-for test in test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt; do
+for test in test_math test_kernels test_optim test_data test_checkpoint test_cli test_data_parallel test_dist test_gpt; do
     run_test "build/cpu-sanitize/$test" --gtest_filter="-*Slow*"
 done
 

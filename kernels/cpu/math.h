@@ -6,6 +6,9 @@
 // 3e-10). ln 2 is subtracted in two parts (Cody, Waite 1980), the first short enough for n times it to be
 // exact. NaN gives NaN everywhere.
 //
+// The errors stated below are the largest over all floats, with and without FMA, in units of the last place
+// of the exact result (ulp); dev/test/test_math holds them.
+//
 // Every addition below has one product at most, so that contraction to FMA can happen in one way only: a
 // vector loop, its scalar tail and another caller all get the same bits.
 #pragma once
@@ -58,14 +61,14 @@ inline float gelu_exp(float x) {
 
 }  // namespace math_detail
 
-// e^x to 1 ulp: infinity above 88.72, subnormals from -87.34 down to -103.97, then 0.
+// e^x to 0.99 ulp: infinity above 88.72, subnormals from -87.34 down to -103.97, then 0.
 inline float fast_exp(float x) {
     const math_detail::ExpParts e = math_detail::exp_parts(math_detail::clamp_magnitude(x, 105.0f));
     const int32_t half = e.n >> 1;  // 2^n itself may be out of range where the result is not
     return (e.expm1_r + 1.0f) * math_detail::power_of_two(half) * math_detail::power_of_two(e.n - half);
 }
 
-// tanh(x) = m / (m + 2) with m = e^2|x| - 1, which loses nothing near 0: to 2.5 ulp; 1 from |x| = 9.02 on.
+// tanh(x) = m / (m + 2) with m = e^2|x| - 1, which loses nothing near 0: to 2.43 ulp; 1 from |x| = 9.02 on.
 inline float fast_tanh(float x) {
     const float magnitude = std::fabs(x);
     const math_detail::ExpParts e = math_detail::exp_parts(2.0f * (magnitude > 10.0f ? 10.0f : magnitude));
@@ -75,15 +78,17 @@ inline float fast_tanh(float x) {
 }
 
 // tanh-GELU (arXiv:1606.08415): x/2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3).
-// The second form loses nothing for negative x. Below -10 the result stays at -1e-37.
+// The second form loses nothing for negative x: to 2.6 ulp from -1 on. From there down to -10 the rounding of
+// u counts, 1 + 2.2 x^2 ulp at most; below, the result stays at -1.2e-37.
 inline float gelu(float x) {
     const float bounded = math_detail::clamp_magnitude(x, 10.0f);
     const float numerator = x < -10.0f ? -10.0f : x;
     return numerator / (math_detail::gelu_exp(bounded) + 1.0f);
 }
 
-// d gelu/dx = s (1 + x (1-s) 2u') with s = 1/(1 + e^-2u) and 1-s = e^-2u s. Beyond |x| = 10 it is 0 or 1, to
-// 1e-35.
+// d gelu/dx = s (1 + x (1-s) 2u') with s = 1/(1 + e^-2u) and 1-s = e^-2u s. For x >= 0 to 3.6 ulp; for
+// negative x to 9e-8 absolute, as there is a root at -0.75; from -2 down to -10 also to 1 + 2.2 x^2 ulp;
+// below, it stays at -2.8e-36.
 inline float gelu_derivative(float x) {
     const float bounded = math_detail::clamp_magnitude(x, 10.0f);
     const float e = math_detail::gelu_exp(bounded);
