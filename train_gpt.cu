@@ -675,6 +675,9 @@ Run<Storage> set_up(const Start& start, Comm* comm) {
                                       " is fixed: what over- or underflows with it is lost at every step");
     }
     run.resumed = !start.checkpoint.folder.empty();
+    // Not refused: a command line for Muon is AdamW's by one option.
+    const std::string unused = run.resumed ? "" : options_without_effect(start.command);
+    if (!unused.empty()) console_line(run.console, "without effect with --optimizer adamw: " + unused);
     const GptConfig config = open_data(run, start.checkpoint.folder);
     plan_steps(run);
     settle_values(run, config);

@@ -45,6 +45,19 @@ void add_number(CLI::App& app, const std::string& name, Number& target, double l
     app.add_option(name, target, description)->check(between(low, high))->group(group);
 }
 
+// Declares an option that takes true or false. CLI11 takes much else for one of them, an empty text for
+// false.
+void add_boolean(CLI::App& app, const std::string& name, bool& target, const std::string& description,
+                 const std::string& group) {
+    const auto check = [](const std::string& text) {
+        return text == "true" || text == "false" ? "" : "'" + text + "' is not true or false";
+    };
+    app.add_option(name, target, description)
+        ->check(check)
+        ->default_str(target ? "true" : "false")
+        ->group(group);
+}
+
 // Declares an option that takes a number whose legal range is the business of what uses it: gpt_check,
 // optimizer_check, sample_check, tokenize.
 template <typename Number>
@@ -287,10 +300,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "steps in which the momentum rises from its start; 0: none", group);
     add_number(*app, "--muon-momentum-cooldown", o.optimizer.muon_momentum_cooldown, 0, 1e12,
                "last steps, in which it falls back; 0: none", group);
-    app->add_option("--muon-nesterov", o.optimizer.muon_nesterov,
-                    "Nesterov momentum, true or false (Jordan 2024)")
-        ->default_str("true")
-        ->group(group);
+    add_boolean(*app, "--muon-nesterov", o.optimizer.muon_nesterov,
+                "Nesterov momentum, true or false (Jordan 2024)", group);
     add_choice(*app, "--muon-ns", o.optimizer.muon_ns, newton_schulz_names, "Newton-Schulz coefficients",
                group);
     add_number(*app, "--muon-ns-steps", o.optimizer.muon_ns_steps,
@@ -306,16 +317,12 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_choice(*app, "--muon-scale", o.optimizer.muon_scale, muon_scales,
                "update scale (match-rms reuses AdamW's lr and decay: Liu et al. 2025)", group);
     add_number(*app, "--muon-scale-factor", o.optimizer.muon_scale_factor, "a factor on top of it", group);
-    app->add_option("--muon-split-qkv", o.muon_split_qkv,
-                    "q, k and v as three matrices, true or false (Jordan 2024)")
-        ->default_str("true")
-        ->group(group);
+    add_boolean(*app, "--muon-split-qkv", o.muon_split_qkv,
+                "q, k and v as three matrices, true or false (Jordan 2024)", group);
     add_choice(*app, "--muon-qk-group", o.muon_qk_group, head_groups,
                "heads of q and of k that are one matrix", group);
-    app->add_option("--muon-normuon", o.optimizer.muon_normuon,
-                    "normalise the update's neurons, true or false (arXiv:2510.05491)")
-        ->default_str("false")
-        ->group(group);
+    add_boolean(*app, "--muon-normuon", o.optimizer.muon_normuon,
+                "normalise the update's neurons, true or false (arXiv:2510.05491)", group);
     add_number(*app, "--muon-normuon-beta2", o.optimizer.muon_normuon_beta2,
                "average of a neuron's squares (arXiv:2510.05491)", group);
 
@@ -488,6 +495,15 @@ TrainCommand parse_without_preset(const std::vector<std::string>& arguments) {
 }
 
 }  // namespace
+
+std::string options_without_effect(const TrainCommand& command) {
+    std::string names;
+    if (command.options.optimizer.kind == OptimizerKind::muon) return names;
+    for (const std::string& name : command.given) {
+        if (name == "lr-muon" || name.starts_with("muon-")) names += (names.empty() ? "--" : " --") + name;
+    }
+    return names;
+}
 
 TrainCommand parse_train(const std::vector<std::string>& arguments) {
     TrainCommand command = parse_without_preset(arguments);

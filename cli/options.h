@@ -77,6 +77,9 @@ struct TrainCommand {
     std::string help;
 };
 
+// The options for Muon alone that were given to a run with AdamW: "--muon-ns --lr-muon"; "" where none was.
+std::string options_without_effect(const TrainCommand& command);
+
 // Each parser takes the arguments after the program's and subcommand's name, and fails with one line that
 // names the option and the value.
 TrainCommand parse_train(const std::vector<std::string>& arguments);

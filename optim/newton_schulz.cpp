@@ -62,7 +62,9 @@ NewtonSchulzSteps newton_schulz_set(const std::string& name, int steps, NewtonSc
         for (const CoefficientSet& s : coefficient_sets) names += s.name + std::string(", ");
         fail("--muon-ns %s: must be one of %scustom", name.c_str(), names.c_str());
     }
-    if (set->fewest == set->most && steps != set->most)
+    if (set->fewest == set->most && steps < set->most)
+        fail("--muon-ns-steps %d: %s has exactly %d, which build on each other", steps, set->name, set->most);
+    if (set->fewest == set->most && steps > set->most)
         fail("--muon-ns-steps %d: %s has exactly %d; %s", steps, set->name, set->most, set->reason);
     if (steps < set->fewest)
         fail("--muon-ns-steps %d: %s needs %d or more; %s", steps, set->name, set->fewest, set->reason);
@@ -98,7 +100,7 @@ NewtonSchulzSteps newton_schulz_custom(const std::string& coefficients, int step
     if (result.size() != static_cast<size_t>(steps)) {
         fail("--muon-ns-steps %d: --muon-ns-coefficients has %zu triples, one a step", steps, result.size());
     }
-    newton_schulz_check("custom", result);
+    newton_schulz_check("custom --muon-ns-coefficients " + coefficients, result);
     return result;
 }
 
@@ -117,12 +119,12 @@ SingularValueRange newton_schulz_range(const NewtonSchulzSteps& steps, double lo
 void newton_schulz_check(const std::string& name, const NewtonSchulzSteps& steps) {
     const SingularValueRange range = newton_schulz_range(steps, 0.01);
     if (!(range.low >= 0.35 && range.high <= 1.3)) {
-        fail("--muon-ns %s: %zu steps take singular values of 0.01 to 1 into %.2f to %.2f, not near 1",
+        fail("--muon-ns %s: %zu steps take singular values of 0.01 to 1 into %.3g to %.3g, not near 1",
              name.c_str(), steps.size(), range.low, range.high);
     }
     const SingularValueRange small = newton_schulz_range(steps, 1e-4);
     if (!(small.low > 0.0 && small.high <= 1.3)) {
-        fail("--muon-ns %s: %zu steps take singular values of 0.0001 to 0.01 into %.2f to %.2f", name.c_str(),
+        fail("--muon-ns %s: %zu steps take singular values of 0.0001 to 0.01 into %.3g to %.3g", name.c_str(),
              steps.size(), small.low, small.high);
     }
 }

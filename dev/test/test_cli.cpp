@@ -210,7 +210,10 @@ TEST(Options, ErrorsNameOptionAndValueInOneLine) {
         {{"--grad-clip", "-1"}, "-1"},
         {{"--top-k", "-1"}, "-1"},
         {{"--seed", "1e30"}, "1e30"},
-        {{"--muon-nesterov", "maybe"}, "maybe"},
+        {{"--muon-nesterov", "maybe"}, "'maybe'"},
+        {{"--muon-split-qkv", ""}, "''"},
+        {{"--muon-normuon", "1"}, "'1'"},
+        {{"--muon-ns-steps", "4", "--optimizer", "muon"}, "4: cubic5 has exactly 5"},
         {{"--schedule", "step"}, "step"},
         {{"--epochs", "0"}, "'0'"},
         {{"--steps", "1.5"}, "1.5"},
@@ -227,6 +230,19 @@ TEST(Options, ErrorsNameOptionAndValueInOneLine) {
         EXPECT_NE(message.find(value), std::string::npos) << value << ": " << message;
         EXPECT_EQ(message.find('\n'), std::string::npos) << message;
     }
+}
+
+// What is Muon's alone is kept on AdamW's command line, so that one option switches, and said.
+TEST(Options, MuonsOptionsAreNamedWhereAdamWIgnoresThem) {
+    const std::vector<std::string> muons = {"--muon-ns", "keller", "--lr-muon", "0.1", "--lr", "0.1"};
+    const auto with = [&](const char* optimizer) {
+        std::vector<std::string> arguments = muons;
+        arguments.insert(arguments.end(), {"--optimizer", optimizer});
+        return options_without_effect(parse_train(arguments));
+    };
+    EXPECT_EQ(with("adamw"), "--lr-muon --muon-ns");
+    EXPECT_EQ(with("muon"), "");
+    EXPECT_EQ(options_without_effect(parse_train({"--optimizer", "adamw"})), "");
 }
 
 TEST(Options, ResumeTakesTheSavedValuesAndReportsChanges) {
