@@ -213,7 +213,6 @@ TEST(Options, ErrorsNameOptionAndValueInOneLine) {
         {{"--muon-nesterov", "maybe"}, "'maybe'"},
         {{"--muon-split-qkv", ""}, "''"},
         {{"--muon-normuon", "1"}, "'1'"},
-        {{"--muon-ns-steps", "4", "--optimizer", "muon"}, "4: cubic5 has exactly 5"},
         {{"--schedule", "step"}, "step"},
         {{"--epochs", "0"}, "'0'"},
         {{"--steps", "1.5"}, "1.5"},
