@@ -26,12 +26,19 @@ struct Variant {
     const char* name;
     const char* set;
     NewtonSchulzVariant variant;
+    Dtype dtype = Dtype::fp32;  // that Newton-Schulz computes in
 };
-const std::vector<Variant> variants = {{"dense", "polar-express", NewtonSchulzVariant::dense},
-                                       {"symmetric", "polar-express", NewtonSchulzVariant::symmetric},
-                                       {"gram", "polar-express", NewtonSchulzVariant::gram},
-                                       {"dense cubic5", "cubic5", NewtonSchulzVariant::dense},
-                                       {"gram cubic5", "cubic5", NewtonSchulzVariant::gram}};
+const std::vector<Variant> variants = {
+    {"dense", "polar-express", NewtonSchulzVariant::dense},
+    {"symmetric", "polar-express", NewtonSchulzVariant::symmetric},
+    {"gram", "polar-express", NewtonSchulzVariant::gram},
+    {"gram, fp16", "polar-express", NewtonSchulzVariant::gram, Dtype::fp16},
+    {"dense cubic5", "cubic5", NewtonSchulzVariant::dense},
+    {"symmetric cubic5", "cubic5", NewtonSchulzVariant::symmetric},
+    {"gram cubic5", "cubic5", NewtonSchulzVariant::gram},
+    {"gram cubic5, fp16", "cubic5", NewtonSchulzVariant::gram, Dtype::fp16},
+    {"symmetric keller", "keller", NewtonSchulzVariant::symmetric},
+    {"symmetric you", "you", NewtonSchulzVariant::symmetric}};
 
 // Arenas of the table's size, with gradients that are no two alike.
 struct Arenas {
@@ -55,7 +62,9 @@ Arenas make_arenas(const ParameterTable& table, size_t workspace_floats, Stream*
 
 // Newton-Schulz of every batch of the optimizer, in the chunks that fit the workspace. What is in the
 // workspace does not matter, but that it is finite and small.
+template <typename Element>
 double newton_schulz_seconds(const Optimizer& optimizer, const Arenas& arenas, Stream* stream) {
+    Element* const x = reinterpret_cast<Element*>(arenas.workspace);
     device_memset_zero(arenas.workspace, arenas.workspace_floats * sizeof(float), stream);
     const double start = now_seconds();
     for (const std::vector<size_t>& batch : optimizer.muon_batches) {
@@ -64,8 +73,7 @@ double newton_schulz_seconds(const Optimizer& optimizer, const Arenas& arenas, S
         const size_t one = slot.size() + newton_schulz_workspace(optimizer.newton_schulz, 1, rows, cols);
         for (size_t left = batch.size(); left > 0;) {
             const size_t count = std::min(left, arenas.workspace_floats / one);
-            newton_schulz(arenas.workspace, arenas.workspace + count * slot.size(), count, rows, cols,
-                          optimizer.newton_schulz, stream);
+            newton_schulz(x, x + count * slot.size(), count, rows, cols, optimizer.newton_schulz, stream);
             left -= count;
         }
     }
@@ -104,6 +112,7 @@ void run(const Settings& settings) {
     for (int round = 0; round <= settings.rounds; round++) {  // the first warms up
         for (size_t i = 0; i < variants.size(); i++) {
             optimizer.newton_schulz = methods[i];
+            optimizer.newton_schulz_dtype = variants[i].dtype;
             replay_destroy(optimizer.muon_replay);  // a record would be of the method before
             optimizer.muon_replay = replay_create();
             const double start = now_seconds();
@@ -111,14 +120,16 @@ void run(const Settings& settings) {
                                   arenas.workspace, workspace, stream);
             stream_synchronize(stream);
             const double seconds = now_seconds() - start;
-            const double part = newton_schulz_seconds(optimizer, arenas, stream);
+            const double part = variants[i].dtype == Dtype::fp32
+                                    ? newton_schulz_seconds<float>(optimizer, arenas, stream)
+                                    : newton_schulz_seconds<fp16_t>(optimizer, arenas, stream);
             if (round == 0) continue;
             step[i].push_back(seconds);
             alone[i].push_back(part);
         }
     }
 
-    printf("%-14s %9s %9s %11s %7s %9s %9s\n", "variant", "step ms", "of dense", "N.-S. ms", "of dense",
+    printf("%-18s %9s %9s %11s %7s %9s %9s\n", "variant", "step ms", "of dense", "N.-S. ms", "of dense",
            "TFLOP", "of dense");
     double dense_flops = 0;
     for (size_t i = 0; i < variants.size(); i++) {
@@ -127,7 +138,7 @@ void run(const Settings& settings) {
             if (slot.muon) flops += newton_schulz_flops(methods[i], slot.block.rows, slot.parameter->cols);
         }
         if (i == 0) dense_flops = flops;
-        printf("%-14s %9.1f %9.3f %11.1f %8.3f %9.3f %9.3f\n", variants[i].name, 1e3 * median(step[i]),
+        printf("%-18s %9.1f %9.3f %11.1f %8.3f %9.3f %9.3f\n", variants[i].name, 1e3 * median(step[i]),
                median(step[i]) / median(step[0]), 1e3 * median(alone[i]), median(alone[i]) / median(alone[0]),
                flops * 1e-12, flops / dense_flops);
     }
